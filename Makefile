@@ -1,0 +1,41 @@
+# make demo        train a small GPT on this machine's Python standard library, in minutes
+# make test        everything that is checked
+# make notebooks   build the notebooks from their .py twins and py/; fails when a committed one differs
+# make owner OWNER=name/repository   point the badges at your fork
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN = $(VENV)/bin/python
+DEMO ?= runs/demo
+
+.PHONY: demo test notebooks owner clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.ready
+	$(RUN) data_prep/prepare.py stdlib --out data/stdlib --encoding bytes --max-bytes 12000000
+	$(RUN) py/train_gpt.py --preset demo --platform cpu --data_folder data/stdlib --run_folder $(DEMO)
+
+test: $(VENV)/.test-ready
+	$(RUN) notebooks/build.py --check
+	$(RUN) -m pytest tests -q
+
+notebooks: $(VENV)/.ready
+	$(RUN) notebooks/build.py
+
+owner: $(VENV)/.ready
+	$(RUN) notebooks/build.py --owner $(OWNER)
+
+$(VENV)/.ready: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 demo")'
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and its friends into $(VENV), several GB, 2-5 minutes, once"
+	$(RUN) -m pip install --quiet --progress-bar on -r requirements.txt
+	touch $@
+
+$(VENV)/.test-ready: $(VENV)/.ready tests/requirements.txt
+	$(RUN) -m pip install --quiet -r tests/requirements.txt
+	$(RUN) -m pip install --quiet --no-deps openai-whisper==20250625   # for its copy of GPT-2's vocabulary file alone
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs data

@@ -1,0 +1,581 @@
+"""One machine, whichever it is: detect it, patch the environment, launch, and give the worker device, sync and reductions.
+
+This is the only module that knows torch_xla. Nothing heavy is imported before a function needs it, so a notebook may
+import this module first and patch the environment before torch is loaded:
+
+    platform = patch_environment("auto")                        # parent, before torch
+    launch(worker, (config,), platform)                         # parent
+    runtime = Runtime(precision="auto", processes=8)            # worker
+
+Platforms:  tpu (Kaggle v5e-8: a process a chip; Colab v5e-1, v6e-1: in process), gpu, cpu,
+            xla-cpu (XLA's CPU backend, one device: the TPU's programs on a laptop).
+"""
+import contextlib
+import glob
+import hashlib
+import importlib
+import importlib.metadata
+import multiprocessing
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class UserError(Exception):
+    """A user's mistake, told in one sentence: what, where, what to do. Shown without a traceback."""
+
+    def _render_traceback_(self):       # IPython asks an exception for this before it draws its own traceback
+        return [f"{type(self).__name__}: {self}"]
+
+
+class WorkerFailed(UserError):
+    """A worker process failed; the text carries the first failing rank's own traceback, not the launcher's."""
+
+
+# ---- which machine is this? ------------------------------------------------------------------------------------------
+
+GOOGLE_PCI_VENDOR = "0x1ae0"
+TPU_PCI_DEVICES = {"0x005e": "v4", "0x0063": "v5e", "0x006f": "v6e"}     # as in torch_xla's own list of chips
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where the training runs. `processes` is the number of workers that `launch` starts."""
+    name: str           # tpu, gpu, cpu, xla-cpu
+    processes: int
+    why: str            # the evidence, for the reader
+
+    @property
+    def uses_xla(self) -> bool:
+        return self.name in ("tpu", "xla-cpu")
+
+    @property
+    def in_process(self) -> bool:
+        """A single XLA chip is driven from this very process: spawning there asks for a topology of four chips."""
+        return self.uses_xla and self.processes == 1
+
+
+def count_tpu_chips(root: str = "/") -> int:
+    """TPU chips on the PCI bus. Reads files only: touching the device here would spoil the launch."""
+    vendors = glob.glob(os.path.join(root, "sys/bus/pci/devices/*/vendor"))
+    google = [Path(v).parent for v in vendors if Path(v).read_text().strip() == GOOGLE_PCI_VENDOR]
+    return sum((folder / "device").read_text().strip() in TPU_PCI_DEVICES for folder in google)
+
+
+def count_gpus(environ=os.environ) -> int:
+    """NVIDIA GPUs that a process would see. Does not initialise CUDA, which would spoil a fork."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    found = sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
+
+
+def detect_platform(wanted: str = "auto", environ=os.environ, tpu_chips: int | None = None,
+                    gpus: int | None = None) -> Platform:
+    """Decide where to train, from device files and the image's own variables; no device is touched.
+
+    Raises UserError where the machine claims a TPU and has none: training on its CPU instead would take weeks.
+    """
+    chips = count_tpu_chips() if tpu_chips is None else tpu_chips
+    gpus = count_gpus(environ) if gpus is None else gpus
+    host = ("Kaggle" if any(key.startswith("KAGGLE") for key in environ) or "ISTPUVM" in environ
+            else "Colab" if "COLAB_RELEASE_TAG" in environ or "COLAB_TPU_1VM" in environ else "this machine")
+    claims_tpu = environ.get("ISTPUVM") == "1" or environ.get("COLAB_TPU_1VM") == "1"
+    if wanted == "auto":
+        wanted = "tpu" if chips or claims_tpu else "gpu" if gpus else "cpu"
+    if wanted == "tpu":
+        if not chips:
+            raise UserError(f"{host} has a TPU image but no TPU chip is attached to it: restart the session with the"
+                            " accelerator 'TPU v5e-8' (Kaggle) or a TPU runtime (Colab), or set platform='cpu'."
+                            if claims_tpu else f"platform='tpu' was asked for, but {host} has no TPU chip:"
+                            " choose a TPU session, or set platform='auto'.")
+        return Platform("tpu", chips, f"{host}, {chips} TPU chip{'s' if chips > 1 else ''} on the PCI bus")
+    if wanted == "gpu":
+        if not gpus:
+            raise UserError(f"platform='gpu' was asked for, but nvidia-smi shows no GPU on {host}: set platform='auto'.")
+        return Platform("gpu", gpus, f"{host}, {gpus} NVIDIA GPU{'s' if gpus > 1 else ''}")
+    if wanted in ("cpu", "xla-cpu"):
+        return Platform(wanted, 1, f"{host}, no accelerator used")
+    raise UserError(f"platform={wanted!r} is not known: use 'auto', 'tpu', 'gpu', 'cpu' or 'xla-cpu'.")
+
+
+# ---- the environment, before torch ---------------------------------------------------------------------------------
+
+STALE_TPU_VARIABLES = {
+    "TPU_PROCESS_ADDRESSES": "Kaggle presets 'local', and torch_xla never overwrites it: 8 processes, 1 address",
+    "TPU_PROCESS_BOUNDS": "left by an earlier run, it would limit the launch to its own number of processes",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "left by an earlier run",
+    "TPU_VISIBLE_CHIPS": "left by an earlier run, it would give every process the same chip",
+    "TPU_PROCESS_PORT": "left by an earlier run",
+    "CLOUD_TPU_TASK_ID": "would give every process the same number",
+    "XRT_TPU_CONFIG": "belongs to a torch_xla of 2022",
+    "XLA_USE_BF16": "stores every float32 as bfloat16, master weights and optimizer state included",
+    "XLA_DOWNCAST_BF16": "stores every float32 as bfloat16, master weights and optimizer state included",
+}
+
+
+def environment_changes(platform: Platform, environ) -> dict:
+    """What must differ from `environ` for this platform: {name: value, or None to remove}. Topology stays untouched."""
+    wanted = {
+        "OMP_NUM_THREADS": "1",                 # libgomp's thread pool does not survive a fork; workers raise it again
+        "USE_TORCH_XLA": "1" if platform.uses_xla else "0",     # read by Accelerate when it is imported
+        "ACCELERATE_USE_CPU": "1" if platform.name == "cpu" else None,      # without it, N processes never meet
+        "TOKENIZERS_PARALLELISM": "false",
+        "USE_TF": "0", "USE_FLAX": "0",         # keeps transformers from loading a framework that takes the TPU
+    }
+    if platform.uses_xla:
+        wanted |= {name: None for name in STALE_TPU_VARIABLES}
+        wanted["PJRT_DEVICE"] = "TPU" if platform.name == "tpu" else "CPU"
+    if platform.name == "xla-cpu":
+        wanted["CPU_NUM_DEVICES"] = "1"
+    return {name: value for name, value in wanted.items() if environ.get(name) != value}
+
+
+def patch_environment(platform: str = "auto", environ=os.environ) -> Platform:
+    """Detect the platform and set the variables it needs; call it before torch is imported. Safe to call twice.
+
+    Prints what was found and every variable that was changed. Raises UserError when torch or Accelerate were loaded
+    under other settings, since both read them only once.
+    """
+    found = detect_platform(platform, environ)
+    changes = environment_changes(found, environ)
+    if "USE_TORCH_XLA" in changes and "accelerate" in sys.modules:
+        raise UserError(f"Accelerate was imported before the platform was set to {found.name!r}: restart the kernel and"
+                        " run the cells from the top.")
+    print(f"platform: {found.name} ({found.why}), {found.processes} process{'es' if found.processes > 1 else ''}")
+    for name, value in sorted(changes.items()):
+        before = environ.pop(name, None)
+        if value is not None:
+            environ[name] = value
+        reason = f"   # {STALE_TPU_VARIABLES[name]}" if name in STALE_TPU_VARIABLES else ""
+        print(f"  {name}: {before or 'unset'} -> {value or 'unset'}{reason}")
+    if not changes:
+        print("  environment already right, nothing changed")
+    check_versions(found)
+    sys.excepthook = _user_errors_in_one_line
+    return found
+
+
+def check_versions(platform: Platform) -> None:
+    """Print the versions that must fit together; raise UserError when torch and torch_xla do not."""
+    versions = {name: installed_version(name) for name in ("torch", "torch_xla", "libtpu", "accelerate")}
+    print("  " + ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    if versions["accelerate"] is None or versions["torch"] is None:
+        raise UserError("torch and accelerate must be installed: pip install -r requirements.txt.")
+    if not platform.uses_xla:
+        return
+    if versions["torch_xla"] is None:
+        raise UserError(f"platform {platform.name!r} needs torch_xla, which is not installed here: choose a TPU session,"
+                        " whose image brings it, or set platform='cpu'.")
+    torch_minor, xla_minor = (versions[name].split(".")[:2] for name in ("torch", "torch_xla"))
+    if torch_minor != xla_minor:
+        raise UserError(f"torch {versions['torch']} and torch_xla {versions['torch_xla']} do not fit together: something"
+                        " upgraded one of them. Restart the session and install nothing that replaces torch.")
+    if [int(part) for part in versions["accelerate"].split(".")[:2]] < [1, 7]:
+        raise UserError(f"accelerate {versions['accelerate']} cannot launch today's TPUs: pip install 'accelerate>=1.7'.")
+    for name in ("tensorflow", "tensorflow-tpu"):
+        if installed_version(name):
+            print(f"  note: {name} is installed and may take the TPU when imported; nothing here imports it")
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _user_errors_in_one_line(kind, error, trace):
+    if issubclass(kind, UserError):
+        print(f"{kind.__name__}: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def load_fresh(name: str, folder: str | Path | None = None):
+    """Import module `name` from `folder` as its file is now, with every module of ours that it imports.
+
+    A kernel keeps the first version of a module it imported, and forked workers inherit it: a changed `%%writefile`
+    cell would train the old code. Prints a hash of each file, so a log shows which code ran.
+    Raises UserError with file and line when a file does not compile.
+    """
+    folder = Path(folder or Path(__file__).parent).resolve()
+    ours = {path.stem: path for path in sorted(folder.glob("*.py"))}
+    for path in ours.values():
+        try:
+            compile(path.read_text(), str(path), "exec")
+        except SyntaxError as error:
+            raise UserError(f"{path.name} line {error.lineno} is not valid Python: {error.msg}.") from None
+    for loaded, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if loaded != "runtime" and loaded != "__main__" and file and Path(file).resolve() in ours.values():
+            del sys.modules[loaded]     # runtime itself keeps its classes: UserError must stay one class
+    importlib.invalidate_caches()
+    module = importlib.import_module(name)
+    fresh = [stem for stem in ours if stem in sys.modules]
+    print("code: " + ", ".join(f"{stem} {hashlib.sha256(ours[stem].read_bytes()).hexdigest()[:8]}" for stem in fresh))
+    return module
+
+
+# ---- launch -----------------------------------------------------------------------------------------------------------
+
+def launch(worker, args: tuple = (), platform: Platform | None = None, processes: int = 0,
+           log_folder: str | Path | None = None) -> None:
+    """Run `worker(*args)` on every device of the platform and wait for the end.
+
+    tpu, several chips: Accelerate's notebook_launcher, its TPU branch (a forked process a chip, always all of them);
+    one XLA chip: in this process; several GPUs or CPU processes: notebook_launcher; one GPU or CPU: one forked child, so
+    that this process never starts a thread pool or an autograd engine that a later fork could not use.
+    Under `accelerate launch` or torchrun, this already is a worker and simply runs.
+
+    Raises WorkerFailed with the first failing rank's traceback; UserError for a launch that cannot work.
+    """
+    platform = platform or detect_platform()
+    count = resolve_processes(platform, processes)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return worker(*args)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(log_folder or scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("failure_*.txt"):
+            old.unlink()
+        before = set(multiprocessing.active_children())
+        finished = threading.Event()
+        threading.Thread(target=_end_stragglers, args=(folder, before, finished), daemon=True).start()
+        try:
+            _start(_Guarded(worker, folder), args, platform, count)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise _explain_failure(error, folder) from None
+        finally:
+            finished.set()
+            _end_children(before)
+
+
+def resolve_processes(platform: Platform, processes: int) -> int:
+    """The number of workers. 0 means all the platform has. Raises UserError for a number it cannot run."""
+    if platform.uses_xla and processes not in (0, platform.processes):
+        raise UserError(f"processes={processes} cannot be had on {platform.name}: PJRT drives all {platform.processes}"
+                        f" devices or none, so use processes=0.")
+    if platform.name == "gpu" and processes > platform.processes:
+        raise UserError(f"processes={processes} is more than the {platform.processes} GPUs of this machine.")
+    return processes or platform.processes
+
+
+def _start(worker, args: tuple, platform: Platform, count: int) -> None:
+    if platform.in_process:
+        return worker(*args)
+    if count == 1:
+        return run_child(worker, args)
+    _refuse_spoiled_parent(platform)
+    from accelerate import notebook_launcher
+    from accelerate.utils import PrepareForLaunch
+    if platform.name == "tpu" and not any(key.startswith("KAGGLE") for key in os.environ):
+        # The launcher takes its TPU branch on Kaggle and Colab alone; elsewhere, do what that branch does.
+        import torch_xla.distributed.xla_multiprocessing as xmp
+        return xmp.spawn(PrepareForLaunch(worker, distributed_type="XLA"), args=args, start_method="fork")
+    if platform.name == "cpu":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")       # a host name that does not resolve would hang gloo
+    notebook_launcher(worker, args=args, num_processes=count, use_port=str(_free_port()))
+
+
+def run_child(worker, args: tuple) -> None:
+    """Run `worker(*args)` in one forked process and wait. Raises RuntimeError with its exit code when it fails."""
+    child = multiprocessing.get_context("fork").Process(target=worker, args=args)
+    child.start()
+    child.join()
+    if child.exitcode:
+        raise RuntimeError(f"the worker ended with exit code {child.exitcode}")
+
+
+def _refuse_spoiled_parent(platform: Platform) -> None:
+    """Forked workers cannot use a device, or a process group, that this process has already opened."""
+    touched = None
+    if "accelerate.state" in sys.modules and sys.modules["accelerate.state"].is_initialized():
+        touched = "an Accelerator was created in this process"
+    elif platform.name == "gpu" and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        touched = "CUDA was used in this process"
+    elif platform.name == "gpu" and "bitsandbytes" in sys.modules:
+        touched = "bitsandbytes, which opens CUDA, was imported in this process"
+    if touched:
+        raise UserError(f"The launch cannot start its processes because {touched} before it: restart the kernel and run"
+                        " the cells from the top, with nothing that touches a device before the launch cell.")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class _Guarded:
+    """Calls the worker; writes its traceback to a file of its own, because a launcher only reports that a child died."""
+
+    def __init__(self, worker, folder: Path):
+        self.worker, self.folder, self.parent = worker, folder, os.getpid()
+        self.__qualname__ = self.__name__ = getattr(worker, "__name__", "worker")
+
+    def __call__(self, *args):
+        try:
+            return self.worker(*args)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._record(error)
+            if os.getpid() == self.parent:
+                raise
+            raise SystemExit(1) from None       # the reason is on file; a second traceback would only bury it
+
+    def _record(self, error: BaseException) -> None:
+        rank = os.environ.get("RANK") or os.environ.get("PJRT_LOCAL_PROCESS_RANK") or "0"
+        kind, text = "user", str(error)
+        if not isinstance(error, UserError):
+            kind, text = "error", f"{traceback.format_exc()}(rank {rank}, peak memory {peak_host_gib():.2f} GiB)"
+        (self.folder / f"failure_{time.time_ns()}_rank{rank}_{kind}.txt").write_text(text)
+
+
+def _explain_failure(error: BaseException, folder: Path) -> UserError:
+    """The first failing rank's own words, or what can be said when a worker vanished without any."""
+    failures = sorted(folder.glob("failure_*.txt"))     # named by time: the first failure caused the others
+    if failures:
+        text = failures[0].read_text()
+        return UserError(text) if failures[0].stem.endswith("user") else WorkerFailed(f"a worker failed:\n{text}")
+    if "already initialized" in str(error):
+        return UserError("The TPU was already opened in this kernel before the launch: restart the kernel and run the"
+                         " cells from the top, with nothing that touches a device before the launch cell.")
+    return WorkerFailed("a worker was ended by the system without a Python error, most often because the machine ran out"
+                        f" of memory (launcher: {(str(error).strip().splitlines() or [repr(error)])[0][:200]}). Lower micro_batch or use"
+                        " fewer processes.")
+
+
+def _end_stragglers(folder: Path, before: set, finished: threading.Event, grace: float = 10.0) -> None:
+    """Once a rank has failed, the others wait for it in their next reduction, for ever: end them after `grace` seconds."""
+    while not finished.wait(1.0):
+        if any(folder.glob("failure_*.txt")) and not finished.wait(grace):
+            return _end_children(before)
+
+
+def _end_children(before: set) -> None:
+    """End what this launch started and left: an orphan would keep the device busy for the next launch."""
+    left = [child for child in multiprocessing.active_children() if child not in before]
+    for stop in ("terminate", "kill"):
+        for child in left:
+            if child.is_alive():
+                getattr(child, stop)()
+        for child in left:
+            child.join(timeout=5)
+
+
+def peak_host_gib() -> float:
+    """The largest resident memory of this process so far, in GiB (Linux counts ru_maxrss in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
+
+
+# ---- inside a worker ------------------------------------------------------------------------------------------------------
+
+class Runtime:
+    """Device, rank, precision, sync and reductions of one worker. Create it first thing inside the worker.
+
+    precision: 'auto', 'fp32', 'bf16' or 'fp16'. bf16 and fp16 are autocast: parameters, gradients and optimizer state
+    stay fp32. Accelerate's own mixed_precision='bf16' is not used: on a TPU it stores the master weights as bf16.
+    processes: the number of workers asked for, 0 for unknown. Raises RuntimeError when the world has another size, since
+    N workers that never met would each train alone and believe to be the main one.
+    """
+
+    def __init__(self, precision: str = "auto", processes: int = 0):
+        import torch
+        from accelerate import Accelerator
+        self.accelerator = Accelerator(mixed_precision="no")
+        self.device = self.accelerator.device
+        self.rank, self.world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self.is_main = self.accelerator.is_main_process
+        self.is_xla = self.device.type == "xla"
+        if processes and processes != self.world_size:
+            raise RuntimeError(f"asked for {processes} processes, but this worker sees a world of {self.world_size}")
+        poison = [name for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16") if name in os.environ]
+        if poison:
+            raise UserError(f"{' and '.join(poison)} would store master weights and optimizer state as bfloat16: remove"
+                            " it and restart the kernel (patch_environment does both before torch is loaded).")
+        if not self.is_xla:
+            torch.set_num_threads(max(1, available_cores() // self.world_size))
+        self.precision = choose_precision(precision, self.device)
+        self.compute_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        # fp16 alone needs its gradients scaled; switched off, every call passes its argument through.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+
+    def print(self, *words) -> None:
+        """Print on the main process only. Never call a reduction inside its arguments."""
+        if self.is_main:
+            print(*words, flush=True)
+
+    def autocast(self):
+        """Matrix work in the compute dtype over fp32 weights, for the forward pass."""
+        import torch
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+    def seed(self, *numbers: int) -> None:
+        """Set the random state as a function of the numbers alone: no generator state needs saving."""
+        import torch
+        value = mix_seed(*numbers)
+        torch.manual_seed(value)
+        if self.is_xla:
+            import torch_xla
+            torch_xla.manual_seed(value)
+
+    def sync(self) -> None:
+        """End the traced program and hand it to the device. Only the training loop and `host_values` call this."""
+        if self.is_xla:
+            import torch_xla
+            torch_xla.sync()
+
+    def all_reduce(self, tensor, op: str = "mean"):
+        """The same shape, reduced over all ranks ('mean', 'sum', 'max', 'min'); every rank must call it.
+
+        Out of place: on torch_xla 2.8 and 2.9 an in-place reduction of an accumulated gradient is lost when it is
+        scaled afterwards, and the replicas drift apart.
+        """
+        if self.world_size == 1:
+            return tensor
+        if self.is_xla:
+            import torch_xla.core.xla_model as xm
+            return xm.all_reduce("sum" if op == "mean" else op, tensor,
+                                 scale=1.0 / self.world_size if op == "mean" else 1.0)
+        import torch.distributed as dist
+        result = tensor.clone()
+        dist.all_reduce(result, {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM,
+                                 "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op])
+        return result / self.world_size if op == "mean" else result
+
+    def host_values(self, tensor) -> list:
+        """Read a small tensor on the host. Ends the program, so only at log steps, and on all ranks alike."""
+        self.sync()
+        return tensor.cpu().tolist()
+
+    def barrier(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+    def optimizer_step(self, optimizer, max_norm: float):
+        """Average the gradients over the ranks, clip, step once, clear. Returns the norm before clipping, a 0-d tensor.
+
+        All gradients travel as one flat buffer: one reduction per optimizer step, however many micro-steps came before,
+        and the norm is that of the averaged gradient, equal on every rank.
+        """
+        import torch
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        flat = self.all_reduce(torch.cat([p.grad.reshape(-1) for p in parameters]))
+        _set_gradients(parameters, flat)
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)     # in place, through the views of `flat`
+        norm = flat.norm()
+        _set_gradients(parameters, flat * torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self.scaler.step(optimizer)             # skipped when fp16 overflowed, on all ranks alike: flat is shared
+        self.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def check_replicas(self, named_tensors: dict, when: str) -> None:
+        """Raise RuntimeError unless every rank holds the same values. All ranks must call it.
+
+        Compares sum and sum of squares of each tensor: the same program on the same bits gives the same bits.
+        """
+        import torch
+        sums = torch.stack([torch.stack((t.float().sum(), t.float().square().sum())) for t in named_tensors.values()])
+        sums = torch.nan_to_num(sums)
+        spread = self.all_reduce(sums, "max") - self.all_reduce(sums, "min")
+        apart = [name for name, row in zip(named_tensors, self.host_values(spread)) if any(row)]
+        if apart:
+            raise RuntimeError(f"{when}: the replicas hold different weights in {len(apart)} of {len(named_tensors)}"
+                               f" tensors ({', '.join(apart[:3])}): what they train is not one model")
+
+    def compile_count(self) -> int:
+        """Programs compiled so far by XLA; 0 elsewhere."""
+        if not self.is_xla:
+            return 0
+        import torch_xla.debug.metrics as metrics
+        data = metrics.metric_data("CompileTime")
+        return data[0] if data else 0
+
+    def device_kind(self) -> str:
+        """A name that `telemetry.peak_flops` may know: 'v5e', 'Tesla T4', ...; 'cpu' for XLA's CPU backend too."""
+        import torch
+        if self.is_xla and os.environ.get("PJRT_DEVICE") == "TPU":
+            return tpu_kind(os.environ.get("TPU_ACCELERATOR_TYPE", "unknown TPU"))
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
+    def peak_memory_gib(self) -> float | None:
+        """Peak device memory where the device tells, in GiB; None elsewhere."""
+        import torch
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 2 ** 30
+        if self.is_xla and os.environ.get("PJRT_DEVICE") == "TPU":
+            import torch_xla.core.xla_model as xm
+            info = xm.get_memory_info(self.device)
+            return info.get("peak_bytes_used", info["bytes_used"]) / 2 ** 30
+        return None
+
+    def checkpoint_function(self):
+        """Recompute-in-backward for this device: torch's own saves nothing on XLA, XLA's own needs its barriers."""
+        import functools
+        if self.is_xla:
+            import torch_xla.utils.checkpoint
+            return torch_xla.utils.checkpoint.checkpoint
+        import torch.utils.checkpoint
+        return functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+
+
+def _set_gradients(parameters: list, flat) -> None:
+    for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
+        parameter.grad = piece.view_as(parameter)
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tpu_kind(accelerator_type: str) -> str:
+    """'v5litepod-8' and 'v5e-1' are 'v5e', 'v6e-1' is 'v6e'; anything else is returned as it is, without its count."""
+    kind = accelerator_type.split("-")[0]
+    return "v5e" if kind == "v5litepod" else kind
+
+
+def choose_precision(wanted: str, device, capability: tuple | None = None) -> str:
+    """'fp32', 'bf16' or 'fp16'. By compute capability, not by torch's support query: that counts emulation as support."""
+    import torch
+    if wanted not in ("auto", "fp32", "bf16", "fp16"):
+        raise UserError(f"precision={wanted!r} is not known: use 'auto', 'fp32', 'bf16' or 'fp16'.")
+    if device.type == "xla" and wanted == "fp16":
+        raise UserError("precision='fp16' does not suit a TPU: use 'auto' or 'bf16'.")
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda":
+        return "bf16" if (capability or torch.cuda.get_device_capability(device)) >= (8, 0) else "fp16"
+    return "bf16" if device.type == "xla" else "fp32"
+
+
+def mix_seed(*numbers: int) -> int:
+    """A 62-bit seed that differs for every tuple of integers. Raises nothing; order matters."""
+    digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2
+
+
+def run_main(main) -> None:
+    """Run a script's main function: a user's mistake ends with one line on stderr and exit status 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,152 @@
+"""What a run tells a person: the log, the progress line, throughput, MFU, time left, the curve, a sign of life.
+
+log.jsonl in the run folder has one JSON object a line; every figure shown anywhere comes from it.
+"""
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+LOG_NAME, CURVE_NAME = "log.jsonl", "curve.png"
+
+# Peak dense bf16 (T4: fp16) flop/s of one device, from the makers' data sheets.
+PEAK_FLOPS = {"v5e": 197e12, "v6e": 918e12, "v4": 275e12, "v5p": 459e12, "Tesla T4": 65e12, "L4": 121e12,
+              "A100": 312e12, "H100": 989e12, "H200": 989e12}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak flop/s of a device by its name; None when it is not known, never a guess."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None)
+
+
+class RunLog:
+    """Appends records to log.jsonl on the main process; on the others it does nothing.
+
+    Resuming at `first_step` drops the records after it: they belong to steps that will be trained again.
+    """
+
+    def __init__(self, folder: str | Path, active: bool, first_step: int = 0):
+        self.path, self.active = Path(folder) / LOG_NAME, active
+        if active:
+            kept = [record for record in read_log(folder) if record["step"] <= first_step] if first_step else []
+            partial = self.path.with_suffix(".partial")
+            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            os.replace(partial, self.path)
+
+    def write(self, **record) -> None:
+        if self.active:
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def read_log(folder: str | Path) -> list[dict]:
+    """The records of a run, oldest first; an unfinished last line, left by a kill, is passed over."""
+    path = Path(folder) / LOG_NAME
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+class Throughput:
+    """Tokens a second and time left, over the steps since the last reading. The first step, which compiles, is left out."""
+
+    def __init__(self, tokens_per_step: int, flops_per_token: float, peak_flops_total: float | None, clock=time.monotonic):
+        self.tokens_per_step, self.flops_per_token, self.peak = tokens_per_step, flops_per_token, peak_flops_total
+        self.clock, self.mark = clock, None
+
+    def start(self, step: int) -> None:
+        """Start, or start anew after something that is not training: a compilation, an evaluation, a save."""
+        self.mark = (step, self.clock())
+
+    def read(self, step: int, last_step: int) -> dict:
+        """{'tokens_per_s', 'mfu', 'seconds_left'} since the last start or read; a value is None where it is not known."""
+        now = self.clock()
+        steps, seconds = step - self.mark[0], now - self.mark[1]
+        self.mark = (step, now)
+        if steps == 0 or seconds <= 0:
+            return {"tokens_per_s": None, "mfu": None, "seconds_left": None}
+        rate = steps * self.tokens_per_step / seconds
+        return {"tokens_per_s": rate, "mfu": rate * self.flops_per_token / self.peak if self.peak else None,
+                "seconds_left": (last_step - step) * seconds / steps}
+
+
+def clock_text(seconds: float) -> str:
+    """3725 -> '1:02:05', 65 -> '1:05'."""
+    minutes, seconds = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def progress_line(record: dict, last_step: int) -> str:
+    """One line for a person: step, loss, learning rate, gradient norm, tokens/s, MFU, time left."""
+    words = [f"step {record['step']:>{len(str(last_step))}}/{last_step}", f"loss {record['loss']:.4f}",
+             f"lr {record['lr']:.2e}", f"norm {record['grad_norm']:.2f}"]
+    if record.get("tokens_per_s"):
+        words.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+        words.append(f"MFU {record['mfu']:.1%}" if record.get("mfu") else "MFU unknown")
+        words.append(f"{clock_text(record['seconds_left'])} left")
+    return "  ".join(words)
+
+
+class Heartbeat:
+    """Prints a line when nothing else has been reported for `interval` seconds, so a compilation never looks like a hang.
+
+    Use as a context; `report(text)` says what goes on now and resets the silence.
+    """
+
+    def __init__(self, active: bool, interval: float = 20.0, output=print):
+        self.active, self.interval, self.output = active, interval, output
+        self.doing, self.since = "starting", time.monotonic()
+        self._stop = threading.Event()
+
+    def __enter__(self):
+        if self.active:
+            threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+
+    def report(self, doing: str) -> None:
+        self.doing, self.since = doing, time.monotonic()
+
+    def _beat(self):
+        while not self._stop.wait(self.interval):
+            silence = time.monotonic() - self.since
+            if silence >= self.interval:
+                self.output(f"  ... {self.doing}, {clock_text(silence)} so far", flush=True)
+
+
+def draw_curve(folder: str | Path, reference: dict | None = None) -> Path | None:
+    """Draw the training and validation loss of log.jsonl to curve.png; returns its path, or None without records.
+
+    reference: {label: loss per token} drawn as horizontal lines.
+    """
+    from matplotlib.figure import Figure        # the figure alone: no pyplot, no global state, no display
+    records = read_log(folder)
+    training = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    validation = [(r["step"], r["val_loss"]) for r in records if "val_loss" in r]
+    if not training:
+        return None
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*training), color="tab:blue", linewidth=1, alpha=0.7, label="training")
+    if validation:
+        axes.plot(*zip(*validation), color="tab:red", marker="o", markersize=4,
+                  label=f"validation, last {validation[-1][1]:.3f}")
+    for style, (label, loss) in zip(("--", ":", "-."), (reference or {}).items()):
+        axes.axhline(loss, color="gray", linestyle=style, linewidth=1, label=f"{label}, {loss:.3f}")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title=f"{Path(folder).name}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = Path(folder) / CURVE_NAME
+    partial = path.with_suffix(".partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)
+    return path

@@ -1,0 +1,477 @@
+"""Pretrain a GPT from token shards: one loop for TPU, GPU and CPU.
+
+    python py/train_gpt.py --data_folder data/shards --run_folder runs/gpt --max_steps 500
+    python py/train_gpt.py --preset gpt2-124m --data_folder /kaggle/input/my-shards
+
+or, from a notebook:  train_gpt.launch(train_gpt.make_config(data_folder="data/shards"), platform)
+
+Everything the run produces lies in its run folder: log.jsonl, curve.png, samples.txt, config.json, checkpoints.
+"""
+import argparse
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import checkpoint as ckpt
+import runtime as rt
+import telemetry
+import token_data
+from gpt import GPT, GPTConfig, attention_for, decay_groups, flops_per_token, generate
+from runtime import UserError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Every setting of a run. The defaults are GPT-2 124M on a TPU v5e-8."""
+    data_folder: str = "data/shards"    # token shards, made by data_prep/prepare.py
+    run_folder: str = "runs/gpt"        # everything the run produces; an existing run is never overwritten
+    resume_from: str = ""               # a checkpoint folder; resume_gpt fills it in
+
+    # the model
+    vocab_size: int = 50304             # GPT-2's 50,257 padded to a multiple of 128; 0: take it from the data
+    T: int = 1024                       # tokens in a window
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    qk_norm: bool = True
+    recompute: bool = False             # recompute blocks in the backward pass: less memory, about a third slower
+
+    # the batch
+    tokens_per_step: int = 524288       # tokens per optimizer step, over all devices and micro-steps
+    micro_batch: int = 16               # windows that one device takes at a time; micro-steps follow from it
+
+    # the optimizer
+    max_steps: int = 19073              # 10 billion tokens
+    learning_rate: float = 6e-4         # the peak, after warm-up
+    final_lr_fraction: float = 0.1      # the cosine ends at this part of the peak
+    warmup_steps: int = 700
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+    seed: int = 1337                    # initial weights, order of data and dropout follow from it
+
+    # what is looked at, and when (in optimizer steps)
+    log_every: int = 10
+    eval_every: int = 250
+    eval_windows: int = 320             # fixed validation windows, the same at every evaluation
+    save_every: int = 250
+    keep_checkpoints: int = 2
+    sample_tokens: int = 120            # length of each of the three samples at the end; 0: none
+
+    # where it runs
+    platform: str = "auto"              # auto, tpu, gpu, cpu, xla-cpu
+    processes: int = 0                  # 0: all devices of the platform
+    precision: str = "auto"             # auto: bf16 on TPU and recent GPUs, fp16 on a T4, fp32 on a CPU
+
+    def __post_init__(self):
+        check_types(self)
+        for name in ("T", "n_layer", "n_head", "n_embd", "tokens_per_step", "micro_batch", "max_steps", "log_every",
+                     "eval_every", "eval_windows", "save_every"):
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("vocab_size", "warmup_steps", "processes", "sample_tokens", "seed", "weight_decay"):
+            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative.")
+        require(self.n_embd % self.n_head == 0,
+                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: heads share the channels equally.")
+        require(self.tokens_per_step % self.T == 0,
+                f"tokens_per_step={self.tokens_per_step} is not a multiple of T={self.T}: the nearest are"
+                f" {nearest_multiples(self.tokens_per_step, self.T)}.")
+        require(0 <= self.dropout < 1, f"dropout={self.dropout} must be at least 0 and below 1.")
+        require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be above 0.")
+        require(0 <= self.final_lr_fraction <= 1, f"final_lr_fraction={self.final_lr_fraction} must be between 0 and 1.")
+        require(self.clip_norm > 0, f"clip_norm={self.clip_norm} must be above 0.")
+        require(self.keep_checkpoints >= 2, f"keep_checkpoints={self.keep_checkpoints} must be at least 2: with one, a"
+                " damaged file would be the end of the run.")
+        require(self.precision in ("auto", "fp32", "bf16", "fp16"),
+                f"precision={self.precision!r} is not known: use 'auto', 'fp32', 'bf16' or 'fp16'.")
+
+    @property
+    def global_batch(self) -> int:
+        """Windows per optimizer step, over all devices and micro-steps."""
+        return self.tokens_per_step // self.T
+
+    def model(self, vocab_size: int) -> GPTConfig:
+        return GPTConfig(vocab_size, self.T, self.n_layer, self.n_head, self.n_embd, self.dropout, self.qk_norm)
+
+
+PRESETS = {
+    "gpt2-124m": {},
+    # The matrix unit of a TPU is 128 wide: six heads of 128 instead of twelve of 64, the same parameters, much faster.
+    "gpt2-124m-tpu": dict(n_head=6),
+    # Bytes, a few minutes on two CPU cores.
+    "demo": dict(vocab_size=0, T=128, n_layer=4, n_head=4, n_embd=128, tokens_per_step=4096, micro_batch=32, max_steps=1200,
+                 learning_rate=3e-3, warmup_steps=50, log_every=20, eval_every=200, eval_windows=128, save_every=200),
+    # For tests: seconds.
+    "tiny": dict(vocab_size=0, T=32, n_layer=2, n_head=2, n_embd=32, tokens_per_step=256, micro_batch=4, max_steps=30,
+                 learning_rate=1e-3, warmup_steps=5, log_every=1, eval_every=10, eval_windows=8, save_every=10,
+                 sample_tokens=8),
+}
+
+
+def make_config(preset: str = "auto", **settings) -> TrainConfig:
+    """A TrainConfig from a preset and settings that replace parts of it.
+
+    preset: a name in PRESETS, or 'auto': GPT-2 124M on a TPU or GPU, the demo on a CPU. Raises UserError for an unknown
+    preset or setting, naming the nearest known one.
+    """
+    if preset == "auto":
+        found = rt.detect_platform(settings.get("platform", "auto"))
+        preset = "gpt2-124m" if found.name in ("tpu", "gpu") else "demo"
+    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    require(preset in PRESETS, f"preset={preset!r} is not known{nearest_name(preset, PRESETS)}: the presets are"
+            f" {', '.join(PRESETS)}.")
+    for name in settings:
+        require(name in known, f"setting {name!r} is not known{nearest_name(name, known)}.")
+    return TrainConfig(**{**PRESETS[preset], **settings})
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise UserError(sentence)
+
+
+def nearest_name(name: str, known) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def nearest_multiples(value: int, base: int) -> str:
+    below = value // base * base
+    return f"{below} and {below + base}" if below else str(base)
+
+
+def check_types(config) -> None:
+    """Refuse a value of the wrong type, such as '1e-4' for a float; an int is taken where a float is wanted."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) if kind is float else type(value) is kind
+        require(fits, f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}.")
+
+
+def count_micro_steps(config: TrainConfig, processes: int) -> int:
+    """Micro-steps per optimizer step. Raises UserError with the nearest valid batch when the split does not come out."""
+    at_once = config.micro_batch * processes
+    require(config.global_batch % at_once == 0,
+            f"tokens_per_step={config.tokens_per_step} is {config.global_batch} windows of T={config.T}, which"
+            f" micro_batch={config.micro_batch} on {processes} processes cannot share equally: use tokens_per_step"
+            f" {nearest_multiples(config.tokens_per_step, at_once * config.T)}, or another micro_batch.")
+    return config.global_batch // at_once
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Linear warm-up, then cosine; a function of the step alone, so it is the same for any number of processes."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    lowest = config.learning_rate * config.final_lr_fraction
+    return lowest + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (config.learning_rate - lowest)
+
+
+# ---- the worker ---------------------------------------------------------------------------------------------------------
+
+# XLA traces whole programs: up to this many micro-steps make one, more are handed over one by one.
+MICRO_STEPS_IN_ONE_PROGRAM = 4
+
+
+def build_model(config: TrainConfig, geometry: GPTConfig) -> GPT:
+    """The initial model on the CPU, a function of (seed, geometry): the same on every rank."""
+    torch.manual_seed(rt.mix_seed(config.seed))
+    return GPT(geometry)
+
+
+def make_optimizer(config: TrainConfig, model, on_xla: bool) -> torch.optim.AdamW:
+    """AdamW with decay groups. On XLA the step and the learning rate are tensors, so neither changes the program."""
+    return torch.optim.AdamW(decay_groups(model, config.weight_decay), lr=torch.tensor(1e-9) if on_xla else 1e-9,
+                             betas=(config.beta1, config.beta2), foreach=False if on_xla else None, capturable=on_xla)
+
+
+def set_learning_rate(optimizer, value: float, device) -> None:
+    lr = torch.tensor(value).to(device) if device.type == "xla" else value
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def evaluate(model, runtime: rt.Runtime, split, config: TrainConfig) -> float:
+    """Mean loss in nats per token over fixed windows, shared out over the ranks; each window counts exactly once.
+
+    Every rank runs the same number of equal batches, so no rank waits alone and no shape is new. Rows that fill up the
+    last batch are given no weight.
+    """
+    windows = token_data.eval_windows(split, config.eval_windows)
+    at_once = config.micro_batch * runtime.world_size
+    model.eval()
+    total = torch.zeros(()).to(runtime.device)      # not made on the device: XLA would see a constant in batch one only
+    for first in range(0, len(windows), at_once):
+        mine = range(first + runtime.rank * config.micro_batch, first + (runtime.rank + 1) * config.micro_batch)
+        x, y = on_device(split.windows_at([windows[min(row, len(windows) - 1)] for row in mine]), runtime)
+        counts = torch.tensor([float(row < len(windows)) for row in mine]).to(runtime.device)
+        with runtime.autocast():
+            logits = model(x)
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.long().flatten(), reduction="none")
+        total = total + (losses.view(config.micro_batch, -1).mean(1) * counts).sum()
+        runtime.sync()
+    model.train()
+    return runtime.host_values(runtime.all_reduce(total, "sum")) / len(windows)
+
+
+def on_device(arrays, runtime: rt.Runtime):
+    return [torch.from_numpy(array).to(runtime.device) for array in arrays]
+
+
+def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
+    """Train up to config.max_steps on this rank; every rank runs this very function.
+
+    model: built before the launch and shared by fork, for hosts with little memory; None to build it here.
+    """
+    runtime = rt.Runtime(config.precision, config.processes)
+    shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
+    geometry = config.model(config.vocab_size or padded_vocabulary(shards.vocab_size))
+    micro_steps = count_micro_steps(config, runtime.world_size)
+    resumed = ckpt.open_checkpoint(config.resume_from) if config.resume_from else None
+    model, optimizer = set_up(config, geometry, runtime, resumed, model)
+    progress = resumed.state() if resumed else {"step": 0, "best_val_loss": None}
+    first = step = progress["step"]
+    best = progress["best_val_loss"]
+    describe_run(config, runtime, model, optimizer, shards, micro_steps, first)
+
+    log = telemetry.RunLog(config.run_folder, runtime.is_main, first)
+    peak = telemetry.peak_flops(runtime.device_kind())
+    speed = telemetry.Throughput(config.tokens_per_step, flops_per_token(geometry), peak and peak * runtime.world_size)
+
+    with telemetry.Heartbeat(runtime.is_main) as heartbeat:
+        while True:
+            last, is_best = step >= config.max_steps, False
+            evaluates = (step % config.eval_every == 0 or last) and (step > first or not resumed)
+            saves = (step % config.save_every == 0 or last) and step > first
+            if evaluates:
+                heartbeat.report("evaluating")
+                val_loss = evaluate(model, runtime, shards.val, config)
+                is_best = best is None or val_loss < best
+                best = val_loss if is_best else best
+                per_byte = val_loss / shards.bytes_per_token("val")
+                log.write(step=step, val_loss=val_loss, val_nats_per_byte=per_byte)
+                runtime.print(f"step {step}  validation loss {val_loss:.4f} per token, {per_byte:.4f} per byte")
+            if saves:
+                heartbeat.report("saving")
+                save(config, runtime, model, optimizer, shards, step, best, is_best)
+            if last:
+                break
+            if step == first or evaluates or saves:
+                speed.start(step)           # time that is not training is not counted as training
+
+            heartbeat.report(f"step {step + 1}" + (", the first of this run, is compiled: 1 to 3 minutes on a TPU"
+                                                   if runtime.is_xla and step == first else ""))
+            runtime.seed(config.seed, step, runtime.rank)
+            set_learning_rate(optimizer, learning_rate(config, step), runtime.device)
+            loss_sum = torch.zeros(()).to(runtime.device)
+            for micro_step in range(micro_steps):
+                row = (micro_step * runtime.world_size + runtime.rank) * config.micro_batch
+                rows = range(row, row + config.micro_batch)
+                x, y = on_device(token_data.train_batch(shards.train, config.seed, step, config.global_batch, rows), runtime)
+                with runtime.autocast():
+                    loss = model(x, y) / micro_steps
+                runtime.scaler.scale(loss).backward()
+                loss_sum = loss_sum + loss.detach()
+                if micro_steps > MICRO_STEPS_IN_ONE_PROGRAM and micro_step + 1 < micro_steps:
+                    runtime.sync()
+            norm = runtime.optimizer_step(optimizer, config.clip_norm)
+            runtime.sync()
+            step += 1
+
+            if step % config.log_every == 0 or step in (first + 1, config.max_steps):
+                loss, grad_norm = runtime.host_values(runtime.all_reduce(torch.stack([loss_sum, norm])))
+                if step == first + 1:
+                    speed.start(step)       # the first step compiles; its time says nothing
+                record = dict(step=step, loss=loss, lr=learning_rate(config, step - 1), grad_norm=grad_norm,
+                              tokens=step * config.tokens_per_step, **speed.read(step, config.max_steps),
+                              compiles=runtime.compile_count())
+                log.write(**record)
+                runtime.print(telemetry.progress_line(record, config.max_steps))
+                require(math.isfinite(loss), f"The loss is {loss} at step {step}: lower learning_rate or raise warmup_steps;"
+                        f" the checkpoints in {config.run_folder} are untouched.")
+
+
+def set_up(config: TrainConfig, geometry: GPTConfig, runtime: rt.Runtime, resumed, model: GPT | None):
+    """The model on its device and its optimizer with state, at the beginning or from a checkpoint.
+
+    The order matters: weights on the CPU, then the device, then the optimizer and its state, with a sync after each.
+    """
+    model = model or build_model(config, geometry)
+    model.use(attention_for(runtime.device.type), runtime.checkpoint_function() if config.recompute else None)
+    if resumed:
+        ckpt.load_model(model, resumed.model())
+    model.to(runtime.device).train()
+    runtime.sync()
+    optimizer = make_optimizer(config, model, runtime.is_xla)
+    ckpt.load_optimizer(optimizer, model, resumed.optimizer() if resumed else None)
+    if resumed and runtime.scaler.is_enabled():
+        runtime.scaler.load_state_dict(resumed.state()["scaler"])
+    runtime.sync()
+    runtime.check_replicas(dict(model.named_parameters()), "before the first step")
+    return model, optimizer
+
+
+def describe_run(config: TrainConfig, runtime: rt.Runtime, model: GPT, optimizer, shards, micro_steps: int, step: int) -> None:
+    """Say what will be trained, on what, and how, in numbers that a reader can check."""
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    states = {str(value.dtype).removeprefix("torch.") for state in optimizer.state.values() for value in state.values()}
+    peak = telemetry.peak_flops(runtime.device_kind())
+    runtime.print(
+        f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {model.config}\n"
+        f"device: {runtime.world_size} x {runtime.device_kind()}, peak "
+        + (f"{peak / 1e12:.0f} TFLOP/s each" if peak else "unknown, so MFU is not shown") + "\n"
+        f"precision: weights {'/'.join(dtypes)}, optimizer state {'/'.join(states)}, matrix work {runtime.precision},"
+        f" norms, softmax and loss fp32; attention: {model.attention_name()}\n"
+        f"batch: {config.tokens_per_step:,} tokens = {config.micro_batch} windows x {config.T} tokens x {micro_steps}"
+        f" micro-steps x {runtime.world_size} processes\n"
+        f"data: {shards.train.tokens:,} training tokens ({shards.encoding}), a pass every"
+        f" {shards.train.windows / config.global_batch:,.0f} steps; validation {shards.val.tokens:,} tokens\n"
+        f"steps: {step} to {config.max_steps}, all replicas start with the same weights")
+
+
+def save(config: TrainConfig, runtime: rt.Runtime, model, optimizer, shards, step: int, best: float | None,
+         is_best: bool) -> None:
+    """Check that the replicas agree, write a checkpoint on the main process, redraw the curve. All ranks must call it."""
+    runtime.check_replicas(dict(model.named_parameters()), f"at step {step}")
+    failure = None
+    if runtime.is_main:
+        state = dict(config=dataclasses.asdict(config), best_val_loss=best, data=data_identity(shards),
+                     vocab_size=model.config.vocab_size, scaler=runtime.scaler.state_dict())
+        try:
+            path = ckpt.save(config.run_folder, ckpt.step_folder(step), step, ckpt.model_tensors(model),
+                             ckpt.optimizer_tensors(optimizer, model), state)
+            if is_best:
+                ckpt.copy(path, config.run_folder, "best")
+            ckpt.remove_old(config.run_folder, config.keep_checkpoints)
+            telemetry.draw_curve(config.run_folder, reference_losses(shards))
+        except OSError as error:
+            failure = error
+    # The outcome is shared, and doubles as the barrier: one rank that raised alone would leave the others waiting.
+    if runtime.host_values(runtime.all_reduce(torch.tensor(float(failure is not None)).to(runtime.device), "max")):
+        raise UserError(f"The checkpoint of step {step} could not be written to {config.run_folder}: {failure or 'see rank 0'}."
+                        " Older checkpoints are untouched; make room and resume.")
+
+
+def data_identity(shards) -> str:
+    """A hash that changes when the training data does."""
+    return hashlib.sha256(json.dumps(shards.manifest["splits"], sort_keys=True).encode()).hexdigest()
+
+
+def reference_losses(shards) -> dict:
+    """{label: nats per token} of the byte models that the preparation measured on the same validation text."""
+    scale = shards.bytes_per_token("val")
+    return {name: shards.reference[f"{name}_nats_per_byte"] * scale for name in ("unigram", "bigram")
+            if f"{name}_nats_per_byte" in (shards.reference or {})}
+
+
+def padded_vocabulary(size: int) -> int:
+    """The next multiple of 128, the width of a TPU's matrix unit."""
+    return -(-size // 128) * 128
+
+
+# ---- the parent -------------------------------------------------------------------------------------------------------
+
+def launch(config: TrainConfig, platform: rt.Platform | None = None, model: GPT | None = None) -> Path:
+    """Check everything, train on all devices, show the result. Returns the run folder.
+
+    Raises UserError before any process starts and before anything is written when a setting or the data cannot work.
+    """
+    platform = platform or rt.patch_environment(config.platform)
+    config = dataclasses.replace(config, processes=rt.resolve_processes(platform, config.processes))
+    count_micro_steps(config, config.processes)
+    token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
+    if not config.resume_from:
+        config = dataclasses.replace(config, run_folder=str(unused_run_folder(config.run_folder)))
+    folder = Path(config.run_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+    rt.launch(train_worker, (config, model), platform, config.processes, folder / "failures")
+    show_result(config)
+    return folder
+
+
+def unused_run_folder(wanted: str) -> Path:
+    """`wanted`, or `wanted-2`, ... when it holds checkpoints: a second run never writes over the first."""
+    folder, number = Path(wanted), 1
+    while any(folder.glob("step_*")) or (folder / "best").exists():
+        number += 1
+        folder = Path(f"{wanted}-{number}")
+    if number > 1:
+        print(f"{wanted} already holds a run, which stays as it is: this one goes to {folder}")
+    return folder
+
+
+def show_result(config: TrainConfig) -> None:
+    """Print validation loss against the byte models, three samples, and where everything lies."""
+    shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
+    losses = [record for record in telemetry.read_log(config.run_folder) if "val_loss" in record]
+    if config.sample_tokens:
+        rt.run_child(write_samples, (config,))
+        print((Path(config.run_folder) / SAMPLES).read_text())
+    if losses:
+        print(f"validation loss in nats per byte: this GPT {losses[-1]['val_nats_per_byte']:.3f}"
+              + "".join(f", {name} {loss / shards.bytes_per_token('val'):.3f}"
+                        for name, loss in reference_losses(shards).items()))
+    print(f"run folder: {config.run_folder}\n  curve {telemetry.CURVE_NAME}, log {telemetry.LOG_NAME}, samples {SAMPLES},"
+          f" checkpoints {', '.join(sorted(p.name for p in Path(config.run_folder).glob('step_*')))} and best")
+
+
+SAMPLES, PROMPT_TOKENS, SAMPLE_COUNT = "samples.txt", 24, 3
+
+
+def write_samples(config: TrainConfig) -> None:
+    """Continue three beginnings of validation text with the newest checkpoint, on the CPU, into samples.txt."""
+    from text_encodings import get_encoding
+    torch.set_num_threads(rt.available_cores())
+    shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
+    newest = ckpt.find_newest(config.run_folder)
+    model = GPT(config.model(newest.state()["vocab_size"]))
+    ckpt.load_model(model, newest.model())
+    prompts, _ = shards.val.windows_at(token_data.eval_windows(shards.val, SAMPLE_COUNT))
+    length = min(PROMPT_TOKENS, config.T)
+    tokens = generate(model, torch.from_numpy(prompts)[:, :length], config.sample_tokens, shards.vocab_size,
+                      generator=torch.Generator().manual_seed(config.seed))
+    encoding = get_encoding(shards.encoding)
+    texts = [f"--- sample {number}, prompt and continuation ---\n{encoding.decode(row[:length])}>>>{encoding.decode(row[length:])}"
+             for number, row in enumerate(tokens.tolist(), 1)]
+    (Path(config.run_folder) / SAMPLES).write_text("\n".join(texts) + "\n")
+
+
+def settings_from_command_line(arguments: list | None = None) -> dict:
+    """--name value for `preset` and every field of TrainConfig; values take the field's type."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="auto", help=f"auto, {', '.join(PRESETS)}")
+    for name, kind in typing.get_type_hints(TrainConfig).items():
+        parser.add_argument(f"--{name}", type=parse_bool if kind is bool else kind, default=None)
+    known, unknown = parser.parse_known_args(arguments)
+    for word in unknown:
+        name = word.lstrip("-").split("=")[0]
+        require(False, f"argument {word!r} is not known{nearest_name(name, vars(known))}.")
+    return {name: value for name, value in vars(known).items() if value is not None}
+
+
+def parse_bool(text: str) -> bool:
+    if text.lower() in ("true", "1", "yes"):
+        return True
+    if text.lower() in ("false", "0", "no"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def main(arguments: list | None = None) -> None:
+    settings = settings_from_command_line(arguments)
+    platform = rt.patch_environment(settings.get("platform", "auto"))
+    launch(make_config(**settings), platform)
+
+
+if __name__ == "__main__":
+    rt.run_main(main)

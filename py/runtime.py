@@ -8,13 +8,15 @@ import this module first and patch the environment before torch is loaded:
     runtime = Runtime(precision="auto", processes=8)            # worker
 
 Platforms:  tpu (Kaggle v5e-8: a process a chip; Colab v5e-1, v6e-1: in process), gpu, cpu,
-            xla-cpu (XLA's CPU backend, one device: the TPU's programs on a laptop).
+            xla-cpu (XLA's CPU backend, one device: the TPU's programs on a laptop),
+            virtual-tpu (eight such devices in one process, see virtual_tpu.py: a rehearsal, never a speed).
 """
 import contextlib
 import glob
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
 import resource
@@ -50,13 +52,13 @@ TPU_PCI_DEVICES = {"0x005e": "v4", "0x0063": "v5e", "0x006f": "v6e"}     # as in
 @dataclass(frozen=True)
 class Platform:
     """Where the training runs. `processes` is the number of workers that `launch` starts."""
-    name: str           # tpu, gpu, cpu, xla-cpu
+    name: str           # tpu, gpu, cpu, xla-cpu, virtual-tpu
     processes: int
     why: str            # the evidence, for the reader
 
     @property
     def uses_xla(self) -> bool:
-        return self.name in ("tpu", "xla-cpu")
+        return self.name in ("tpu", "xla-cpu", "virtual-tpu")
 
     @property
     def in_process(self) -> bool:
@@ -107,7 +109,9 @@ def detect_platform(wanted: str = "auto", environ=os.environ, tpu_chips: int | N
         return Platform("gpu", gpus, f"{host}, {gpus} NVIDIA GPU{'s' if gpus > 1 else ''}")
     if wanted in ("cpu", "xla-cpu"):
         return Platform(wanted, 1, f"{host}, no accelerator used")
-    raise UserError(f"platform={wanted!r} is not known: use 'auto', 'tpu', 'gpu', 'cpu' or 'xla-cpu'.")
+    if wanted == "virtual-tpu":
+        return Platform(wanted, int(environ.get("VIRTUAL_TPU_DEVICES", 8)), f"{host}, virtual devices: a rehearsal")
+    raise UserError(f"platform={wanted!r} is not known: use 'auto', 'tpu', 'gpu', 'cpu', 'xla-cpu' or 'virtual-tpu'.")
 
 
 # ---- the environment, before torch ---------------------------------------------------------------------------------
@@ -137,8 +141,11 @@ def environment_changes(platform: Platform, environ) -> dict:
     if platform.uses_xla:
         wanted |= {name: None for name in STALE_TPU_VARIABLES}
         wanted["PJRT_DEVICE"] = "TPU" if platform.name == "tpu" else "CPU"
-    if platform.name == "xla-cpu":
-        wanted["CPU_NUM_DEVICES"] = "1"
+    if platform.name in ("xla-cpu", "virtual-tpu"):
+        wanted["CPU_NUM_DEVICES"] = str(platform.processes)
+    if platform.name == "virtual-tpu":
+        wanted |= {"TPU_NAME": "local", "KAGGLE_KERNEL_RUN_TYPE": "Interactive",    # the launcher's own TPU branch
+                   "XLA_THREAD_POOL_SIZE": "64", "NPROC": "64"}     # collectives wait for threads a laptop lacks
     return {name: value for name, value in wanted.items() if environ.get(name) != value}
 
 
@@ -197,35 +204,54 @@ def installed_version(name: str) -> str | None:
 
 
 def _user_errors_in_one_line(kind, error, trace):
-    if issubclass(kind, UserError):
+    if hasattr(kind, "_render_traceback_"):     # by trait, not by class: load_fresh may have made the class anew
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
 def load_fresh(name: str, folder: str | Path | None = None):
-    """Import module `name` from `folder` as its file is now, with every module of ours that it imports.
+    """Import module `name` from `folder` as its file is now, with every module of that folder that it imports.
 
     A kernel keeps the first version of a module it imported, and forked workers inherit it: a changed `%%writefile`
     cell would train the old code. Prints a hash of each file, so a log shows which code ran.
-    Raises UserError with file and line when a file does not compile.
+    Raises UserError with file and line when a file is not valid Python.
     """
     folder = Path(folder or Path(__file__).parent).resolve()
-    ours = {path.stem: path for path in sorted(folder.glob("*.py"))}
-    for path in ours.values():
-        try:
-            compile(path.read_text(), str(path), "exec")
-        except SyntaxError as error:
-            raise UserError(f"{path.name} line {error.lineno} is not valid Python: {error.msg}.") from None
-    for loaded, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if loaded != "runtime" and loaded != "__main__" and file and Path(file).resolve() in ours.values():
-            del sys.modules[loaded]     # runtime itself keeps its classes: UserError must stay one class
+    for loaded, path in _modules_of(folder).items():
+        del sys.modules[loaded]
+        # A cached .pyc is matched by second and size: a quick edit of the same length would not be seen.
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
     importlib.invalidate_caches()
-    module = importlib.import_module(name)
-    fresh = [stem for stem in ours if stem in sys.modules]
-    print("code: " + ", ".join(f"{stem} {hashlib.sha256(ours[stem].read_bytes()).hexdigest()[:8]}" for stem in fresh))
+    try:
+        module = importlib.import_module(name)
+    except SyntaxError as error:
+        raise UserError(f"{Path(error.filename).name} line {error.lineno} is not valid Python: {error.msg}; correct its"
+                        " cell, run it again, then this one.") from None
+    print("code: " + ", ".join(f"{loaded} {hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
+                               for loaded, path in sorted(_modules_of(folder).items())))
     return module
+
+
+def _modules_of(folder: Path) -> dict:
+    """{name: file} of the loaded modules that lie directly in `folder`."""
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if name != "__main__"}
+    return {name: Path(file) for name, file in files.items() if file and Path(file).resolve().parent == folder}
+
+
+def install_missing(*packages: str) -> None:
+    """pip-install pure additions that an image lacks, without their dependencies: nothing may replace torch.
+
+    Without a network, says so and goes on: training from ready shards needs none of them.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"installing {', '.join(missing)}")
+        done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *missing],
+                              capture_output=True, text=True)
+        if done.returncode:
+            print(f"  could not be installed (is the session's Internet switched off?): text cannot be turned into tokens"
+                  f" or back here, but training from ready shards works. pip said: {done.stderr.strip()[-200:]}")
 
 
 # ---- launch -----------------------------------------------------------------------------------------------------------
@@ -280,6 +306,9 @@ def _start(worker, args: tuple, platform: Platform, count: int) -> None:
     if count == 1:
         return run_child(worker, args)
     _refuse_spoiled_parent(platform)
+    if platform.name == "virtual-tpu":
+        import virtual_tpu
+        virtual_tpu.install(count)
     from accelerate import notebook_launcher
     from accelerate.utils import PrepareForLaunch
     if platform.name == "tpu" and not any(key.startswith("KAGGLE") for key in os.environ):
@@ -288,6 +317,7 @@ def _start(worker, args: tuple, platform: Platform, count: int) -> None:
         return xmp.spawn(PrepareForLaunch(worker, distributed_type="XLA"), args=args, start_method="fork")
     if platform.name == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")       # a host name that does not resolve would hang gloo
+    print(f"starting {count} processes on {platform.name} (the launcher's own line may speak of another device)")
     notebook_launcher(worker, args=args, num_processes=count, use_port=str(_free_port()))
 
 

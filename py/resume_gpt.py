@@ -22,7 +22,7 @@ SEARCHED = ("runs", "/kaggle/input")
 
 # What may differ from the saved run: where things lie, what runs it, and how often one looks. Anything else would make
 # the continued run another run.
-HARMLESS = ("data_folder", "run_folder", "micro_batch", "recompute", "log_every", "eval_every", "save_every",
+HARMLESS = ("data_folder", "run_folder", "stop_at", "micro_batch", "recompute", "log_every", "eval_every", "save_every",
             "keep_checkpoints", "sample_tokens", "platform", "processes", "precision")
 
 
@@ -67,7 +67,7 @@ def continued_config(newest: ckpt.Checkpoint, run: Path, changes: dict) -> train
                if name not in HARMLESS and value != saved[name]]
     train_gpt.require(not refused, f"A resumed run cannot change {', '.join(refused)}: that would be another training;"
                       " start a new run for it.")
-    where = {"platform": "auto", "processes": 0, "run_folder": str(run), "resume_from": str(newest.path)}
+    where = {"platform": "auto", "processes": 0, "stop_at": 0, "run_folder": str(run), "resume_from": str(newest.path)}
     return train_gpt.TrainConfig(**{**saved, **where, **changes})
 
 

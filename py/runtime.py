@@ -12,15 +12,18 @@ Platforms:  tpu (Kaggle v5e-8: a process a chip; Colab v5e-1, v6e-1: in process)
             virtual-tpu (eight such devices in one process, see virtual_tpu.py: a rehearsal, never a speed).
 """
 import contextlib
+import gc
 import glob
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import multiprocessing
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -133,6 +136,7 @@ def environment_changes(platform: Platform, environ) -> dict:
     """What must differ from `environ` for this platform: {name: value, or None to remove}. Topology stays untouched."""
     wanted = {
         "OMP_NUM_THREADS": "1",                 # libgomp's thread pool does not survive a fork; workers raise it again
+        "OMP_WAIT_POLICY": "PASSIVE",           # a core that another program takes would otherwise stall all threads
         "USE_TORCH_XLA": "1" if platform.uses_xla else "0",     # read by Accelerate when it is imported
         "ACCELERATE_USE_CPU": "1" if platform.name == "cpu" else None,      # without it, N processes never meet
         "TOKENIZERS_PARALLELISM": "false",
@@ -277,17 +281,22 @@ def launch(worker, args: tuple = (), platform: Platform | None = None, processes
         for old in folder.glob("failure_*.txt"):
             old.unlink()
         before = set(multiprocessing.active_children())
-        finished = threading.Event()
+        finished, problem = threading.Event(), None
         threading.Thread(target=_end_stragglers, args=(folder, before, finished), daemon=True).start()
+        # A child must not collect what an earlier launch left in this process: a store's destructor would wait there for
+        # a thread that only exists here.
+        gc.collect()
+        gc.freeze()
         try:
             _start(_Guarded(worker, folder), args, platform, count)
-        except UserError:
-            raise
         except (Exception, SystemExit) as error:
-            raise _explain_failure(error, folder) from None
+            problem = error if isinstance(error, UserError) else _explain_failure(error, folder)
         finally:
             finished.set()
             _end_children(before)
+            gc.unfreeze()
+        if problem:         # raised out here, so that the launcher's own error, and all it holds, is let go
+            raise problem
 
 
 def resolve_processes(platform: Platform, processes: int) -> int:
@@ -308,7 +317,7 @@ def _start(worker, args: tuple, platform: Platform, count: int) -> None:
     _refuse_spoiled_parent(platform)
     if platform.name == "virtual-tpu":
         import virtual_tpu
-        virtual_tpu.install(count)
+        worker.worker = virtual_tpu.install(count, worker.worker)
     from accelerate import notebook_launcher
     from accelerate.utils import PrepareForLaunch
     if platform.name == "tpu" and not any(key.startswith("KAGGLE") for key in os.environ):
@@ -317,6 +326,8 @@ def _start(worker, args: tuple, platform: Platform, count: int) -> None:
         return xmp.spawn(PrepareForLaunch(worker, distributed_type="XLA"), args=args, start_method="fork")
     if platform.name == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")       # a host name that does not resolve would hang gloo
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)      # the failing rank's own words are shown instead
     print(f"starting {count} processes on {platform.name} (the launcher's own line may speak of another device)")
     notebook_launcher(worker, args=args, num_processes=count, use_port=str(_free_port()))
 
@@ -358,6 +369,8 @@ class _Guarded:
         self.__qualname__ = self.__name__ = getattr(worker, "__name__", "worker")
 
     def __call__(self, *args):
+        if os.getpid() != self.parent and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)   # a launcher's handler, inherited, would report its own stop
         try:
             return self.worker(*args)
         except KeyboardInterrupt:
@@ -369,7 +382,9 @@ class _Guarded:
             raise SystemExit(1) from None       # the reason is on file; a second traceback would only bury it
 
     def _record(self, error: BaseException) -> None:
-        rank = os.environ.get("RANK") or os.environ.get("PJRT_LOCAL_PROCESS_RANK") or "0"
+        thread = threading.current_thread().name        # "rank 3": in a rehearsal the ranks are threads
+        rank = (thread.removeprefix("rank ") if thread.startswith("rank ")
+                else os.environ.get("RANK") or os.environ.get("PJRT_LOCAL_PROCESS_RANK") or "0")
         kind, text = "user", str(error)
         if not isinstance(error, UserError):
             kind, text = "error", f"{traceback.format_exc()}(rank {rank}, peak memory {peak_host_gib():.2f} GiB)"

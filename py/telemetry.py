@@ -89,7 +89,7 @@ def progress_line(record: dict, last_step: int) -> str:
              f"lr {record['lr']:.2e}", f"norm {record['grad_norm']:.2f}"]
     if record.get("tokens_per_s"):
         words.append(f"{record['tokens_per_s']:,.0f} tokens/s")
-        words.append(f"MFU {record['mfu']:.1%}" if record.get("mfu") else "MFU unknown")
+        words += [f"MFU {record['mfu']:.1%}"] if record.get("mfu") else []
         words.append(f"{clock_text(record['seconds_left'])} left")
     return "  ".join(words)
 

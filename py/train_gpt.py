@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import json
 import math
+import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,8 @@ class TrainConfig:
     micro_batch: int = 16               # windows that one device takes at a time; micro-steps follow from it
 
     # the optimizer
-    max_steps: int = 19073              # 10 billion tokens
+    max_steps: int = 19073              # 10 billion tokens; the learning rate ends here
+    stop_at: int = 0                    # save and end this session at that step, to be resumed later; 0: at max_steps
     learning_rate: float = 6e-4         # the peak, after warm-up
     final_lr_fraction: float = 0.1      # the cosine ends at this part of the peak
     warmup_steps: int = 700
@@ -77,7 +79,7 @@ class TrainConfig:
         for name in ("T", "n_layer", "n_head", "n_embd", "tokens_per_step", "micro_batch", "max_steps", "log_every",
                      "eval_every", "eval_windows", "save_every"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("vocab_size", "warmup_steps", "processes", "sample_tokens", "seed", "weight_decay"):
+        for name in ("vocab_size", "stop_at", "warmup_steps", "processes", "sample_tokens", "seed", "weight_decay"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative.")
         require(self.n_embd % self.n_head == 0,
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: heads share the channels equally.")
@@ -94,6 +96,11 @@ class TrainConfig:
                 f"precision={self.precision!r} is not known: use 'auto', 'fp32', 'bf16' or 'fp16'.")
 
     @property
+    def last_step(self) -> int:
+        """Where this session ends."""
+        return min(self.max_steps, self.stop_at or self.max_steps)
+
+    @property
     def global_batch(self) -> int:
         """Windows per optimizer step, over all devices and micro-steps."""
         return self.tokens_per_step // self.T
@@ -107,7 +114,7 @@ PRESETS = {
     # The matrix unit of a TPU is 128 wide: six heads of 128 instead of twelve of 64, the same parameters, much faster.
     "gpt2-124m-tpu": dict(n_head=6),
     # Bytes, a few minutes on two CPU cores.
-    "demo": dict(vocab_size=0, T=128, n_layer=4, n_head=4, n_embd=128, tokens_per_step=4096, micro_batch=32, max_steps=1200,
+    "demo": dict(vocab_size=0, T=128, n_layer=4, n_head=2, n_embd=128, tokens_per_step=4096, micro_batch=32, max_steps=800,
                  learning_rate=3e-3, warmup_steps=50, log_every=20, eval_every=200, eval_windows=128, save_every=200),
     # For tests: seconds.
     "tiny": dict(vocab_size=0, T=32, n_layer=2, n_head=2, n_embd=32, tokens_per_step=256, micro_batch=4, max_steps=30,
@@ -249,8 +256,8 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
 
     with telemetry.Heartbeat(runtime.is_main) as heartbeat:
         while True:
-            last, is_best = step >= config.max_steps, False
-            evaluates = (step % config.eval_every == 0 or last) and (step > first or not resumed)
+            last, is_best = step >= config.last_step, False
+            evaluates = (step % config.eval_every == 0 or step == config.max_steps) and (step > first or not resumed)
             saves = (step % config.save_every == 0 or last) and step > first
             if evaluates:
                 heartbeat.report("evaluating")
@@ -287,12 +294,12 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
             runtime.sync()
             step += 1
 
-            if step % config.log_every == 0 or step in (first + 1, config.max_steps):
+            if step % config.log_every == 0 or step in (first + 1, config.last_step):
                 loss, grad_norm = runtime.host_values(runtime.all_reduce(torch.stack([loss_sum, norm])))
                 if step == first + 1:
                     speed.start(step)       # the first step compiles; its time says nothing
                 record = dict(step=step, loss=loss, lr=learning_rate(config, step - 1), grad_norm=grad_norm,
-                              tokens=step * config.tokens_per_step, **speed.read(step, config.max_steps),
+                              tokens=step * config.tokens_per_step, **speed.read(step, config.last_step),
                               compiles=runtime.compile_count())
                 log.write(**record)
                 runtime.print(telemetry.progress_line(record, config.max_steps))
@@ -313,6 +320,9 @@ def set_up(config: TrainConfig, geometry: GPTConfig, runtime: rt.Runtime, resume
     runtime.sync()
     optimizer = make_optimizer(config, model, runtime.is_xla)
     ckpt.load_optimizer(optimizer, model, resumed.optimizer() if resumed else None)
+    if runtime.is_xla:
+        for state in optimizer.state.values():      # equal numbers share one buffer on XLA, but only until the first step,
+            state["step"] = state["step"] + 0       # which would make that step a program of its own after a resume
     if resumed and runtime.scaler.is_enabled():
         runtime.scaler.load_state_dict(resumed.state()["scaler"])
     runtime.sync()
@@ -335,7 +345,7 @@ def describe_run(config: TrainConfig, runtime: rt.Runtime, model: GPT, optimizer
         f" micro-steps x {runtime.world_size} processes\n"
         f"data: {shards.train.tokens:,} training tokens ({shards.encoding}), a pass every"
         f" {shards.train.windows / config.global_batch:,.0f} steps; validation {shards.val.tokens:,} tokens\n"
-        f"steps: {step} to {config.max_steps}, all replicas start with the same weights")
+        f"steps: {step} to {config.last_step} of {config.max_steps}, all replicas start with the same weights")
 
 
 def save(config: TrainConfig, runtime: rt.Runtime, model, optimizer, shards, step: int, best: float | None,
@@ -415,7 +425,7 @@ def show_result(config: TrainConfig) -> None:
     shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
     losses = [record for record in telemetry.read_log(config.run_folder) if "val_loss" in record]
     if config.sample_tokens:
-        rt.run_child(write_samples, (config,))
+        rt.launch(write_samples, (config,), rt.Platform("cpu", 1, "sampling"))
         print((Path(config.run_folder) / SAMPLES).read_text())
     if losses:
         print(f"validation loss in nats per byte: this GPT {losses[-1]['val_nats_per_byte']:.3f}"
@@ -430,7 +440,6 @@ SAMPLES, PROMPT_TOKENS, SAMPLE_COUNT = "samples.txt", 24, 3
 
 def write_samples(config: TrainConfig) -> None:
     """Continue three beginnings of validation text with the newest checkpoint, on the CPU, into samples.txt."""
-    from text_encodings import get_encoding
     torch.set_num_threads(rt.available_cores())
     shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
     newest = ckpt.find_newest(config.run_folder)
@@ -440,10 +449,21 @@ def write_samples(config: TrainConfig) -> None:
     length = min(PROMPT_TOKENS, config.T)
     tokens = generate(model, torch.from_numpy(prompts)[:, :length], config.sample_tokens, shards.vocab_size,
                       generator=torch.Generator().manual_seed(config.seed))
-    encoding = get_encoding(shards.encoding)
-    texts = [f"--- sample {number}, prompt and continuation ---\n{encoding.decode(row[:length])}>>>{encoding.decode(row[length:])}"
+    decode = decoder(shards.encoding)
+    texts = [f"--- sample {number}: prompt >>> continuation ---\n{decode(row[:length])}>>>{decode(row[length:])}"
              for number, row in enumerate(tokens.tolist(), 1)]
     (Path(config.run_folder) / SAMPLES).write_text("\n".join(texts) + "\n")
+
+
+def decoder(encoding_name: str):
+    """token ids -> text; ids as they are where the tokenizer cannot be had. Training itself never needs a tokenizer."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "data_prep"))     # in a notebook it lies beside this file
+    from text_encodings import get_encoding
+    try:
+        return get_encoding(encoding_name).decode
+    except UserError as error:
+        print(f"samples are shown as token ids: {error}")
+        return str
 
 
 def settings_from_command_line(arguments: list | None = None) -> dict:

@@ -1,0 +1,130 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # Pretrain a GPT from raw text
+#
+# {{badges}}
+#
+# **What it trains.** On a TPU or GPU: GPT-2 124M (12 layers, T=1024, 524,288 tokens a step). On a CPU: a small GPT over bytes,
+# in a few minutes. The same code, the same notebook.
+#
+# **What you need.** Nothing. Without a dataset it reads Python's own standard library. With one, attach token shards
+# (or give text files or folders) and name them below.
+#
+# **What you get.** A run folder with checkpoints, the loss curve, samples and a log; `gpt_resume` continues it bit for
+# bit in the next session.
+#
+# On Kaggle choose *Settings > Accelerator > TPU v5e-8*, then *Save Version > Save & Run All* and close the browser.
+
+# %% [markdown]
+# ## Settings
+#
+# The only cell you may want to touch. `SETTINGS` takes every field of `TrainConfig` (see the training script below).
+
+# %%
+DATA = "auto"               # a folder of token shards, or text files and folders, or "stdlib";
+                            # auto: shards among the Kaggle inputs, else the standard library
+ENCODING = "auto"           # for text: bytes, gpt2, or auto (gpt2 where its vocabulary is at hand)
+SETTINGS = dict(
+    preset="auto",          # gpt2-124m on TPU and GPU, demo on a CPU; gpt2-124m-tpu has 6 heads of 128
+    run_folder="runs/gpt",  # an existing run is never overwritten: the next one goes to runs/gpt-2
+    # max_steps=2000,       # shorter; 19073 steps are 10 billion tokens
+)
+
+# %% [markdown]
+# ## Environment
+#
+# `runtime.py` knows the machines. It must look at this one **before torch is imported**, and says what it changed.
+
+# %%
+# %%writefile runtime.py
+
+# %%
+import sys
+from pathlib import Path
+
+if "__file__" in globals():     # run as a script from the repository; in a notebook the modules lie beside it
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("py", "data_prep")]
+
+import runtime
+
+platform = runtime.patch_environment(SETTINGS.get("platform", "auto"))
+runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU images; nothing else is installed
+
+# %% [markdown]
+# ## Modules
+#
+# Six folded cells, one concept each: open them to read, edit them to change.
+
+# %%
+# %%writefile gpt.py
+
+# %%
+# %%writefile token_data.py
+
+# %%
+# %%writefile checkpoint.py
+
+# %%
+# %%writefile telemetry.py
+
+# %% [markdown]
+# Text to token shards, needed only where there are none yet:
+
+# %%
+# %%writefile text_sources.py
+
+# %%
+# %%writefile text_encodings.py
+
+# %%
+# %%writefile shard_writer.py
+
+# %%
+# %%writefile prepare.py
+
+# %% [markdown]
+# ## The training script
+#
+# `TrainConfig` has every setting with a comment; `train_worker` is the loop that each device runs.
+
+# %%
+# %%writefile train_gpt.py
+
+# %% [markdown]
+# ## Data
+
+# %%
+prepare = runtime.load_fresh("prepare")
+shards = prepare.find_or_prepare(DATA, ENCODING)
+
+# %% [markdown]
+# ## Launch
+#
+# On a TPU the first step compiles, one to three minutes; then a line every ten steps.
+
+# %%
+train_gpt = runtime.load_fresh("train_gpt")     # the file as it is now, not as the kernel remembers it
+config = train_gpt.make_config(data_folder=shards, **SETTINGS)
+run_folder = train_gpt.launch(config, platform)
+
+# %% [markdown]
+# ## The loss curve
+
+# %%
+if "get_ipython" in globals():
+    from IPython.display import Image, display
+    display(Image(run_folder / "curve.png"))
+print(f"everything lies in {run_folder}")
+
+# %% [markdown]
+# ## Next session
+#
+# Open [gpt_resume](gpt_resume.ipynb), attach this notebook's output as an input, run all cells: the run goes on as if it
+# had never stopped.

@@ -1,0 +1,94 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # Resume a GPT run, exactly
+#
+# {{badges}}
+#
+# Continues a run of [gpt_pretrain](gpt_pretrain.ipynb) from its newest good checkpoint: the same weights, optimizer state,
+# learning rate and order of data as if it had never stopped, bit for bit on the same kind of device.
+#
+# On Kaggle: *Add Input > Notebook Output > your pretraining notebook*, attach the token shards too if you used a dataset,
+# choose *TPU v5e-8*, run all cells. In a session that still has the run folder, just run all cells.
+
+# %% [markdown]
+# ## Settings
+
+# %%
+SOURCE = None               # None: the unfinished run that got furthest, in runs/ or in a Kaggle input; or a folder
+DATA = None                 # None: the shards the run was trained on, where they were; or their folder today
+CHANGES = dict(
+    # save_every=100,       # what leaves the course of the training alone may change; anything else is refused
+)
+
+# %% [markdown]
+# ## Environment
+
+# %%
+# %%writefile runtime.py
+
+# %%
+import sys
+from pathlib import Path
+
+if "__file__" in globals():     # run as a script from the repository; in a notebook the modules lie beside it
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("py", "data_prep")]
+
+import runtime
+
+platform = runtime.patch_environment(CHANGES.get("platform", "auto"))
+runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU images; nothing else is installed
+
+# %% [markdown]
+# ## Modules
+
+# %%
+# %%writefile gpt.py
+
+# %%
+# %%writefile token_data.py
+
+# %%
+# %%writefile checkpoint.py
+
+# %%
+# %%writefile telemetry.py
+
+# %%
+# %%writefile text_encodings.py
+
+# %%
+# %%writefile train_gpt.py
+
+# %% [markdown]
+# ## The resume script
+#
+# Finds the runs, verifies sizes and hashes of their checkpoints, takes the newest good one, and continues with the settings
+# stored in it.
+
+# %%
+# %%writefile resume_gpt.py
+
+# %% [markdown]
+# ## Launch
+
+# %%
+resume_gpt = runtime.load_fresh("resume_gpt")   # the file as it is now, not as the kernel remembers it
+if DATA is not None:
+    CHANGES["data_folder"] = DATA
+run_folder = resume_gpt.resume(SOURCE, platform, **CHANGES)
+
+# %% [markdown]
+# ## The loss curve, from the first step on
+
+# %%
+if "get_ipython" in globals():
+    from IPython.display import Image, display
+    display(Image(run_folder / "curve.png"))
+print(f"everything lies in {run_folder}")

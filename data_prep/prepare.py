@@ -194,6 +194,35 @@ def _print_summary(out, manifest: dict) -> None:
         print(f"skipped {len(skipped)} files, listed in manifest.json, such as {file} ({reason})")
 
 
+def find_or_prepare(data: str = "auto", encoding: str = "auto", small_model: bool = False, out: str | Path = "data",
+                    inputs: str | Path = "/kaggle/input") -> str:
+    """The folder of token shards to train from, made here when there is none.
+
+    data: a folder of shards; text files or folders; "stdlib"; or "auto": the shards among a session's inputs, else stdlib.
+    encoding: for text; "auto" means bytes for a small model, whose embedding would be mostly vocabulary otherwise.
+    Text is prepared once into `out`/<its name>. Raises UserError when several inputs hold shards, and as `prepare` does.
+    """
+    if data == "auto":
+        found = sorted(str(path.parent) for path in Path(inputs).rglob("manifest.json") if is_shard_manifest(path))
+        if len(found) > 1:
+            raise UserError(f"Several inputs hold token shards: {', '.join(found)}; name one of them as DATA.")
+        if not found:
+            print("no token shards among the inputs: reading Python's own standard library, a small corpus that shows"
+                  " that everything works; attach shards of your own for a real run")
+        data = found[0] if found else "stdlib"
+    if is_shard_manifest(Path(data) / "manifest.json"):
+        print(f"token shards: {data}")
+        return str(data)
+    folder = Path(out) / (Path(data).stem or "text")
+    prepare([data], folder, "bytes" if encoding == "auto" and small_model else encoding)
+    return str(folder)
+
+
+def is_shard_manifest(path: Path) -> bool:
+    """Whether a manifest.json is that of token shards; other things have files of that name too."""
+    return path.is_file() and b"gpt-token-shards" in path.read_bytes()
+
+
 def main(arguments: list | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", help="files, folders, or stdlib")

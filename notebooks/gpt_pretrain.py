@@ -30,7 +30,7 @@
 # %%
 DATA = "auto"               # a folder of token shards, or text files and folders, or "stdlib";
                             # auto: shards among the Kaggle inputs, else the standard library
-ENCODING = "auto"           # for text: bytes, gpt2, or auto (gpt2 where its vocabulary is at hand)
+ENCODING = "auto"           # for text: gpt2, bytes, or auto (bytes on a CPU or where GPT-2's vocabulary is not at hand)
 SETTINGS = dict(
     preset="auto",          # gpt2-124m on TPU and GPU, demo on a CPU; gpt2-124m-tpu has 6 heads of 128
     run_folder="runs/gpt",  # an existing run is never overwritten: the next one goes to runs/gpt-2
@@ -102,7 +102,7 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 
 # %%
 prepare = runtime.load_fresh("prepare")
-shards = prepare.find_or_prepare(DATA, ENCODING)
+shards = prepare.find_or_prepare(DATA, ENCODING, small_model=platform.name == "cpu")
 
 # %% [markdown]
 # ## Launch

@@ -240,7 +240,9 @@ def load_fresh(name: str, folder: str | Path | None = None):
 def _modules_of(folder: Path) -> dict:
     """{name: file} of the loaded modules that lie directly in `folder`."""
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if name != "__main__"}
-    return {name: Path(file) for name, file in files.items() if file and Path(file).resolve().parent == folder}
+    # torch.classes claims a relative file of its own name, which would seem to lie in any current folder
+    return {name: Path(file) for name, file in files.items()
+            if file and os.path.isabs(file) and Path(file).resolve().parent == folder}
 
 
 def install_missing(*packages: str) -> None:

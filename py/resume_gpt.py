@@ -22,7 +22,7 @@ SEARCHED = ("runs", "/kaggle/input")
 
 # What may differ from the saved run: where things lie, what runs it, and how often one looks. Anything else would make
 # the continued run another run.
-HARMLESS = ("data_folder", "run_folder", "stop_at", "micro_batch", "recompute", "log_every", "eval_every", "save_every",
+HARMLESS = ("data_folder", "run_folder", "stop_at", "max_minutes", "micro_batch", "recompute", "log_every", "eval_every", "save_every",
             "keep_checkpoints", "sample_tokens", "platform", "processes", "precision")
 
 

@@ -432,6 +432,15 @@ def peak_host_gib() -> float:
 
 # ---- inside a worker ------------------------------------------------------------------------------------------------------
 
+def seconds_since_session_start() -> float:
+    """The age of this machine's first process: a session's clock starts before its notebook does. 0 where unknown."""
+    try:
+        ticks = int(Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19])
+        return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 class Runtime:
     """Device, rank, precision, sync and reductions of one worker. Create it first thing inside the worker.
 
@@ -555,6 +564,19 @@ class Runtime:
         import torch_xla.debug.metrics as metrics
         data = metrics.metric_data("CompileTime")
         return data[0] if data else 0
+
+    def pending_program(self, tensor) -> str:
+        """The traced program behind a tensor that was not yet synced, as HLO text; empty elsewhere. Slow: not every step."""
+        if not self.is_xla:
+            return ""
+        import torch_xla
+        return torch_xla._XLAC._get_xla_tensors_hlo([tensor])
+
+    def name_source_lines(self, wanted: bool) -> None:
+        """Whether operations traced from now on carry the Python line they come from, for `pending_program`. Slow."""
+        if self.is_xla:
+            import torch_xla
+            torch_xla._XLAC._set_ir_debug(wanted)
 
     def device_kind(self) -> str:
         """A name that `telemetry.peak_flops` may know: 'v5e', 'Tesla T4', ...; 'cpu' for XLA's CPU backend too."""

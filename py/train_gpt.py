@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import sys
+import time
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,13 +60,15 @@ class TrainConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     clip_norm: float = 1.0
+    max_minutes: float = 0.0            # save and end with success when they are over, counted from the start of the session
+                                        # on Kaggle, of the run elsewhere; 0: 510 on Kaggle (of 540), no limit elsewhere
     seed: int = 1337                    # initial weights, order of data and dropout follow from it
 
     # what is looked at, and when (in optimizer steps)
     log_every: int = 10
     eval_every: int = 250
     eval_windows: int = 320             # fixed validation windows, the same at every evaluation
-    save_every: int = 250
+    save_every: int = 500               # a checkpoint of GPT-2 124M is 1.5 GB
     keep_checkpoints: int = 2
     sample_tokens: int = 120            # length of each of the three samples at the end; 0: none
 
@@ -79,7 +82,7 @@ class TrainConfig:
         for name in ("T", "n_layer", "n_head", "n_embd", "tokens_per_step", "micro_batch", "max_steps", "log_every",
                      "eval_every", "eval_windows", "save_every"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("vocab_size", "stop_at", "warmup_steps", "processes", "sample_tokens", "seed", "weight_decay"):
+        for name in ("vocab_size", "stop_at", "max_minutes", "warmup_steps", "processes", "sample_tokens", "seed", "weight_decay"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative.")
         require(self.n_embd % self.n_head == 0,
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: heads share the channels equally.")
@@ -254,9 +257,11 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
     peak = telemetry.peak_flops(runtime.device_kind())
     speed = telemetry.Throughput(config.tokens_per_step, flops_per_token(geometry), peak and peak * runtime.world_size)
 
+    deadline, out_of_time = session_deadline(config.max_minutes), False
+
     with telemetry.Heartbeat(runtime.is_main) as heartbeat:
         while True:
-            last, is_best = step >= config.last_step, False
+            last, is_best = step >= config.last_step or out_of_time, False
             evaluates = (step % config.eval_every == 0 or step == config.max_steps) and (step > first or not resumed)
             saves = (step % config.save_every == 0 or last) and step > first
             if evaluates:
@@ -295,7 +300,9 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
             step += 1
 
             if step % config.log_every == 0 or step in (first + 1, config.last_step):
-                loss, grad_norm = runtime.host_values(runtime.all_reduce(torch.stack([loss_sum, norm])))
+                expired = torch.tensor(float(time.monotonic() > deadline)).to(runtime.device)
+                values = runtime.all_reduce(torch.stack([loss_sum, norm, expired]))    # one clock that has run out stops all
+                loss, grad_norm, out_of_time = runtime.host_values(values)
                 if step == first + 1:
                     speed.start(step)       # the first step compiles; its time says nothing
                 record = dict(step=step, loss=loss, lr=learning_rate(config, step - 1), grad_norm=grad_norm,
@@ -305,6 +312,16 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
                 runtime.print(telemetry.progress_line(record, config.max_steps))
                 require(math.isfinite(loss), f"The loss is {loss} at step {step}: lower learning_rate or raise warmup_steps;"
                         f" the checkpoints in {config.run_folder} are untouched.")
+
+
+KAGGLE_MINUTES = 510        # of 540: a version that is cut off at the limit keeps nothing
+
+
+def session_deadline(max_minutes: float, kaggle: Path = Path("/kaggle/working")) -> float:
+    """The time.monotonic() after which this session saves and ends."""
+    on_kaggle = kaggle.is_dir()
+    minutes = max_minutes or (KAGGLE_MINUTES if on_kaggle else math.inf)
+    return time.monotonic() + 60 * minutes - (rt.seconds_since_session_start() if on_kaggle else 0)
 
 
 def set_up(config: TrainConfig, geometry: GPTConfig, runtime: rt.Runtime, resumed, model: GPT | None):
@@ -431,6 +448,10 @@ def show_result(config: TrainConfig) -> None:
         print(f"validation loss in nats per byte: this GPT {losses[-1]['val_nats_per_byte']:.3f}"
               + "".join(f", {name} {loss / shards.bytes_per_token('val'):.3f}"
                         for name, loss in reference_losses(shards).items()))
+    reached = max((r["step"] for r in telemetry.read_log(config.run_folder)), default=0)
+    if reached < config.max_steps:
+        print(f"stopped and saved at step {reached} of {config.max_steps}: continue with the notebook gpt_resume, or with"
+              f" py/resume_gpt.py --source {config.run_folder}")
     print(f"run folder: {config.run_folder}\n  curve {telemetry.CURVE_NAME}, log {telemetry.LOG_NAME}, samples {SAMPLES},"
           f" checkpoints {', '.join(sorted(p.name for p in Path(config.run_folder).glob('step_*')))} and best")
 
@@ -440,7 +461,7 @@ SAMPLES, PROMPT_TOKENS, SAMPLE_COUNT = "samples.txt", 24, 3
 
 def write_samples(config: TrainConfig) -> None:
     """Continue three beginnings of validation text with the newest checkpoint, on the CPU, into samples.txt."""
-    torch.set_num_threads(rt.available_cores())
+    torch.set_num_threads(min(16, rt.available_cores()))    # a TPU host has hundreds, which would only wait for each other
     shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
     newest = ckpt.find_newest(config.run_folder)
     model = GPT(config.model(newest.state()["vocab_size"]))

@@ -36,7 +36,8 @@ from token_data import open_shards, read_manifest, verify_hashes
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "data_prep" / "prepare.py"
 WHISPER = importlib.util.find_spec("whisper")
-VOCABULARY = Path(WHISPER.submodule_search_locations[0], "assets", "gpt2.tiktoken") if WHISPER else None
+assert WHISPER, "GPT-2's real vocabulary is needed: pip install --no-deps openai-whisper, which ships it"
+VOCABULARY = Path(WHISPER.submodule_search_locations[0], "assets", "gpt2.tiktoken")
 
 
 @pytest.fixture(autouse=True)

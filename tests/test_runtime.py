@@ -236,6 +236,13 @@ def test_an_accelerator_made_before_the_launch_is_named(tmp_path):
     assert "an Accelerator was created" in done.stdout.splitlines()[-1] and "Traceback" not in done.stdout
 
 
+def test_an_import_that_opens_the_gpus_before_the_launch_is_named(monkeypatch):
+    import types
+    monkeypatch.setitem(sys.modules, "bitsandbytes", types.ModuleType("bitsandbytes"))
+    with pytest.raises(rt.UserError, match="bitsandbytes, which opens CUDA"):
+        rt.launch(print, (), rt.Platform("gpu", 2, "test"))
+
+
 def test_an_interrupt_leaves_no_worker_behind(tmp_path):
     code = """
         import os, time, runtime

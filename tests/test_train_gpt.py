@@ -320,6 +320,44 @@ def test_saved_by_two_continued_by_one_stays_close(shards, tmp_path):
     assert_close(outcome(folder), straight, loss=1e-5, weight=2e-4)
 
 
+def test_a_run_out_of_time_saves_ends_well_and_goes_on_exactly(shards, tmp_path, capsys):
+    straight = train(shards, tmp_path / "straight", **LONG)
+    folder = train_gpt.launch(tiny(shards, tmp_path / "short", max_minutes=1e-9, log_every=4, **LONG), CPU)
+    assert ckpt.find_newest(folder).step == 1 and "stopped and saved at step 1 of 30" in capsys.readouterr().out
+    resume_gpt.resume(folder, CPU, max_minutes=1e-9, sample_tokens=0)
+    assert ckpt.find_newest(folder).step == 2
+    resume_gpt.resume(folder, CPU, max_minutes=0, log_every=1, sample_tokens=0)
+    result = outcome(folder)
+    assert all(torch.equal(tensor, straight["weights"][name]) for name, tensor in result["weights"].items())
+    assert {step: straight["losses"][step] for step in result["losses"]} == result["losses"]
+
+
+def one_clock_runs_out(config):
+    if os.environ["RANK"] == "1":
+        config = dataclasses.replace(config, max_minutes=1e-9)
+    train_gpt.train_worker(config)
+
+
+def test_one_rank_whose_clock_runs_out_stops_all_at_the_same_step(shards, tmp_path):
+    config = tiny(shards, tmp_path / "run", processes=2)
+    (tmp_path / "run").mkdir()
+    rt.launch(one_clock_runs_out, (config,), CPU, 2)
+    assert ckpt.find_newest(tmp_path / "run").step == 1
+
+
+def test_the_budget_counts_from_the_start_of_a_kaggle_session(tmp_path, monkeypatch):
+    monkeypatch.setattr(rt, "seconds_since_session_start", lambda: 3600.0)
+    left = train_gpt.session_deadline(0, tmp_path) - time.monotonic()
+    assert left == pytest.approx(510 * 60 - 3600, abs=5)
+    assert train_gpt.session_deadline(0, tmp_path / "none") == math.inf
+    assert train_gpt.session_deadline(10, tmp_path / "none") - time.monotonic() == pytest.approx(600, abs=5)
+
+
+def test_the_age_of_the_session_grows_and_is_that_of_the_first_process():
+    import psutil
+    assert rt.seconds_since_session_start() == pytest.approx(time.time() - psutil.Process(1).create_time(), abs=2)
+
+
 def test_a_read_only_source_is_continued_in_the_working_folder(shards, tmp_path, monkeypatch):
     """A mount that refuses writing; root ignores permission bits, so the refusal is provoked where it would come from."""
     monkeypatch.chdir(tmp_path)
@@ -383,8 +421,9 @@ def test_a_run_folder_holds_all_that_is_promised(shards, tmp_path, capfd):
     assert set(load_file(folder / "best/model.safetensors")) == set(ckpt.find_newest(folder).model())
 
 
-def test_training_from_shards_imports_no_tokenizer(shards, tmp_path):
-    (tmp_path / "tiktoken.py").write_text("raise RuntimeError('tiktoken was imported')")
+def test_training_from_shards_imports_no_tokenizer_and_no_other_framework(shards, tmp_path):
+    for name in ("tiktoken", "tensorflow", "jax", "transformers", "datasets"):
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')")
     done = run_script(f"""
         import sys
         sys.path.insert(0, {str(tmp_path)!r})

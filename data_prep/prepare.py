@@ -198,9 +198,9 @@ def find_or_prepare(data: str = "auto", encoding: str = "auto", small_model: boo
                     inputs: str | Path = "/kaggle/input") -> str:
     """The folder of token shards to train from, made here when there is none.
 
-    data: a folder of shards; text files or folders; "stdlib"; or "auto": the shards among a session's inputs, else stdlib.
+    data: a folder of shards; a text file or folder; "stdlib"; or "auto": the shards among the inputs, else stdlib.
     encoding: for text; "auto" means bytes for a small model, whose embedding would be mostly vocabulary otherwise.
-    Text is prepared once into `out`/<its name>. Raises UserError when several inputs hold shards, and as `prepare` does.
+    Text is prepared once into `out`/<its name>. Raises UserError when several inputs hold shards, and as prepare does.
     """
     if data == "auto":
         found = sorted(str(path.parent) for path in Path(inputs).rglob("manifest.json") if is_shard_manifest(path))
@@ -213,8 +213,9 @@ def find_or_prepare(data: str = "auto", encoding: str = "auto", small_model: boo
     if is_shard_manifest(Path(data) / "manifest.json"):
         print(f"token shards: {data}")
         return str(data)
-    folder = Path(out) / (Path(data).stem or "text")
-    prepare([data], folder, "bytes" if encoding == "auto" and small_model else encoding)
+    name = get_encoding("bytes" if encoding == "auto" and small_model else encoding).name
+    folder = Path(out) / f"{Path(data).stem or 'text'}-{name}"
+    prepare([data], folder, name)
     return str(folder)
 
 

@@ -5,7 +5,7 @@
 
 tiktoken looks for its vocabulary under a hashed name, deletes a file whose content differs, and downloads. None of this
 happens here: the file is found by several names in several places, verified by SHA-256, read, and never touched.
-Documents are ordinary text: `<|endoftext|>` inside one is eleven letters and signs, the separator is added by us.
+Documents are ordinary text: `<|endoftext|>` inside one is thirteen characters, the separator is added by us.
 """
 import base64
 import hashlib

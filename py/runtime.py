@@ -540,8 +540,14 @@ class Runtime:
         _set_gradients(parameters, flat * torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         self.scaler.step(optimizer)             # skipped when fp16 overflowed, on all ranks alike: flat is shared
         self.scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients(parameters)
         return norm
+
+    def clear_gradients(self, parameters) -> None:
+        """Begin a new optimizer step: zeros on XLA, so that the first micro-step is the same program as the others."""
+        import torch
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if self.is_xla else None
 
     def check_replicas(self, named_tensors: dict, when: str) -> None:
         """Raise RuntimeError unless every rank holds the same values. All ranks must call it.

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import time
+from operator import index       # int() would take "12" and 1.5 as well
 from pathlib import Path
 
 import numpy as np
@@ -58,24 +59,26 @@ def read_manifest(folder) -> dict:
 
 
 def _check_fields(folder: Path, manifest: dict) -> None:
-    if manifest["dtype"] != dtype_for(int(manifest["vocab_size"])):
-        raise ValueError(f"dtype {manifest['dtype']} with {manifest['vocab_size']} ids")
-    if not 0 <= int(manifest["separator"]) < int(manifest["vocab_size"]):
-        raise ValueError(f"separator {manifest['separator']} with {manifest['vocab_size']} ids")
+    ids, separator = index(manifest["vocab_size"]), index(manifest["separator"])
+    if manifest["dtype"] != dtype_for(ids):
+        raise ValueError(f"dtype {manifest['dtype']} with {ids} ids")
+    if not 0 <= separator < ids:
+        raise ValueError(f"separator {separator} with {ids} ids")
     str(manifest["encoding"]), dict(manifest["reference"])
     for name in ("train", "val"):
         split = manifest["splits"][name]
-        if int(split["tokens"]) != sum(int(shard["tokens"]) for shard in split["shards"]) or int(split["bytes"]) < 0:
-            raise ValueError(f"the shards of {name} do not add up")
+        tokens = sum(index(shard["tokens"]) for shard in split["shards"])
+        if index(split["tokens"]) != tokens or index(split["bytes"]) < min(1, tokens):
+            raise ValueError(f"the counts of {name} do not add up")
         for shard in split["shards"]:
-            _check_size(folder, shard, np.dtype(manifest["dtype"]).itemsize)
+            _check_shard(folder, shard, np.dtype(manifest["dtype"]).itemsize)
 
 
-def _check_size(folder: Path, shard: dict, itemsize: int) -> None:
-    str(shard["sha256"]), int(shard["max_id"])
+def _check_shard(folder: Path, shard: dict, itemsize: int) -> None:
+    str(shard["sha256"]), index(shard["max_id"])
     if Path(shard["file"]).name != shard["file"]:
         raise ValueError(f"{shard['file']!r} is not the name of a file in the folder")
-    path, expected = folder / shard["file"], int(shard["tokens"]) * itemsize
+    path, expected = folder / shard["file"], shard["tokens"] * itemsize
     if not os.path.isfile(path):
         raise UserError(f"{path} is missing: copy the whole shard folder again, or prepare the data again.")
     if path.stat().st_size != expected:
@@ -143,8 +146,8 @@ class TokenSplit:
             raise IndexError(f"{self.name} has windows 0..{self.windows - 1}, not {indices.min()}..{indices.max()}")
         block = np.empty((len(indices), self.T + 1), dtype=np.int32)
         which = np.searchsorted(self._first_window, indices, side="right") - 1
-        for row, (shard, index) in enumerate(zip(which, indices)):
-            start = (index - self._first_window[shard]) * self.T
+        for row, (shard, window) in enumerate(zip(which, indices)):
+            start = (window - self._first_window[shard]) * self.T
             block[row] = self._shards[shard][start:start + self.T + 1]
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
 

@@ -187,10 +187,6 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 # ---- the worker ---------------------------------------------------------------------------------------------------------
 
-# XLA traces whole programs: up to this many micro-steps make one, more are handed over one by one.
-MICRO_STEPS_IN_ONE_PROGRAM = 4
-
-
 def build_model(config: TrainConfig, geometry: GPTConfig) -> GPT:
     """The initial model on the CPU, a function of (seed, geometry): the same on every rank."""
     torch.manual_seed(rt.mix_seed(config.seed))
@@ -293,8 +289,7 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
                     loss = model(x, y) / micro_steps
                 runtime.scaler.scale(loss).backward()
                 loss_sum = loss_sum + loss.detach()
-                if micro_steps > MICRO_STEPS_IN_ONE_PROGRAM and micro_step + 1 < micro_steps:
-                    runtime.sync()
+                runtime.sync()      # a program a micro-step: several in one hold several sets of activations at once
             norm = runtime.optimizer_step(optimizer, config.clip_norm)
             runtime.sync()
             step += 1
@@ -342,6 +337,7 @@ def set_up(config: TrainConfig, geometry: GPTConfig, runtime: rt.Runtime, resume
             state["step"] = state["step"] + 0       # which would make that step a program of its own after a resume
     if resumed and runtime.scaler.is_enabled():
         runtime.scaler.load_state_dict(resumed.state()["scaler"])
+    runtime.clear_gradients(model.parameters())
     runtime.sync()
     runtime.check_replicas(dict(model.named_parameters()), "before the first step")
     return model, optimizer

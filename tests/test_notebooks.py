@@ -171,6 +171,27 @@ def test_an_edited_cell_is_the_code_that_trains_and_mistakes_are_told_in_one_lin
     assert all(len(error.traceback) == 1 for error in errors), "a user's mistake shows a traceback"
 
 
+def test_the_data_cell_takes_shards_from_an_input_or_makes_them_once(tmp_path, monkeypatch, capsys):
+    from prepare import find_or_prepare
+    from runtime import UserError
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path / "texts")
+    made = find_or_prepare("texts", small_model=True)
+    assert made == "data/texts-bytes" and find_or_prepare("texts", small_model=True) == made
+    assert find_or_prepare("texts", encoding="gpt2") == "data/texts-gpt2"
+    assert find_or_prepare(made) == made
+    shutil.copytree(made, tmp_path / "input/datasets/someone/shards")
+    (tmp_path / "input/other").mkdir()
+    (tmp_path / "input/other/manifest.json").write_text("{}")
+    assert find_or_prepare(inputs="input") == "input/datasets/someone/shards"
+    shutil.copytree(made, tmp_path / "input/second")
+    with pytest.raises(UserError, match="Several inputs hold token shards: input/datasets/someone/shards, input/second"):
+        find_or_prepare(inputs="input")
+    capsys.readouterr()
+    assert find_or_prepare(inputs="nowhere", small_model=True) == "data/stdlib-bytes"
+    assert "reading Python's own standard library" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_each_twin_runs_as_a_script(tmp_path, name):
     for part in ("py", "data_prep"):

@@ -94,6 +94,9 @@ DAMAGES = {
     "no val": (lambda f: edit(f, lambda m: m["splits"].pop("val")), "damaged"),
     "shards is a number": (other_field("splits", "train", "shards", value=3), "damaged"),
     "tokens is a word": (other_field(*SHARD, "tokens", value="many"), "damaged"),
+    "tokens is no whole number": (other_field(*SHARD, "tokens", value=100.0), "damaged"),
+    "vocabulary is a word": (other_field("vocab_size", value="257"), "damaged"),
+    "tokens without bytes": (other_field("splits", "val", "bytes", value=0), "add up"),
     "no reference": (lambda f: edit(f, lambda m: m.pop("reference")), "damaged"),
     "sum is wrong": (other_field("splits", "train", "tokens", value=1), "add up"),
     "uint16 read as uint32": (other_field("dtype", value="uint32"), "uint32 with 257 ids"),
@@ -162,17 +165,18 @@ def test_shards_each_shorter_than_a_window(tmp_path):
     assert_one_sentence(error, "train has 24 tokens, needs at least 9 in one shard")
 
 
-@pytest.mark.parametrize("change", ["one bit", "all zeros", "largest id"])
+@pytest.mark.parametrize("change", ["one bit", "all zeros", 98, 100])
 def test_hashes_find_what_sizes_cannot(folder, change):
     verify_hashes(folder)
-    if change == "largest id":
-        other_field(*SHARD, "max_id", value=98)(folder)
-        name = "train_00000.bin"
+    name = "train_00000.bin"
+    content = bytearray((folder / name).read_bytes())
+    if change == "one bit":
+        content[0] ^= 1         # the largest id stays 99
+    elif change == "all zeros":
+        content[:] = bytes(len(content))
     else:
-        name = "train_00001.bin"
-        content = bytearray((folder / name).read_bytes())
-        content[:] = bytes(len(content)) if change == "all zeros" else content[:-1] + bytes([content[-1] ^ 1])
-        (folder / name).write_bytes(content)
+        other_field(*SHARD, "max_id", value=change)(folder)
+    (folder / name).write_bytes(content)
     open_shards(folder, T=8)
     with pytest.raises(UserError) as error:
         verify_hashes(folder)

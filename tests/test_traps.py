@@ -4,6 +4,7 @@ tells them in plain words. `-k t21` picks one.
 Each runs in a Python of its own, since torch_xla and Accelerate read the environment once. Where a trap needs several
 ranks, they are virtual TPU devices; where it needs one XLA device, XLA's CPU backend.
 """
+import re
 import sys
 
 import pytest
@@ -22,7 +23,7 @@ def facts(tmp_path, code: str, prelude: str = "", **environment) -> dict:
     tell = 'def tell(name, value):\n    print(f"FACT {name} = {value}", flush=True)\n'
     output = run_script(prelude + tell + code, tmp_path, VIRTUAL_TPU_DEVICES="2", VIRTUAL_TPU_PATIENCE="5",
                         **environment).stdout
-    return dict(line[5:].split(" = ", 1) for line in output.splitlines() if line.startswith("FACT "))
+    return dict(re.findall(r"FACT (.*?) = (.*?)(?=FACT |$)", output, re.MULTILINE))     # ranks may share a line
 
 
 def test_t1_accelerates_bf16_stores_the_master_weights_in_bf16(tmp_path):
@@ -127,8 +128,7 @@ def worker():
 rt.launch(worker, (), platform)
 """
     told = facts(tmp_path, code, TWO_RANKS)
-    assert int(told["guide"]) == 4 * 2, "on every micro-step, one for each of two parameters"
-    assert int(told["ours"]) == 1
+    assert told == {"guide": "4", "ours": "1"}, "the guide reduces on every micro-step"
 
 
 def test_t4_a_gather_under_if_rank_0_never_returns(tmp_path):
@@ -155,7 +155,7 @@ except rt.UserError as error:
 """
     told = facts(tmp_path, code, TWO_RANKS)
     assert told["ours"] == "[2.5]"
-    assert "The ranks left the common path at sync 1: rank 0 came to sync 1 at script_under_test.py:" in told["guide"]
+    assert "The ranks left the common path at sync 1:   rank 0 came to sync 1 at script_under_test.py:" in told["guide"]
 
 
 def test_t5_the_alias_does_not_bind_torch_xla(tmp_path):
@@ -197,6 +197,7 @@ except rt.UserError as error:
 def test_t8_two_cpu_processes_train_alone_unless_a_variable_is_set(tmp_path):
     code = """
 import os
+import runtime as rt
 if "{recipe}" == "guide":
     os.environ.pop("ACCELERATE_USE_CPU", None)
     os.environ["USE_TORCH_XLA"] = "0"
@@ -208,9 +209,8 @@ def worker():
 
 if "{recipe}" == "guide":
     from accelerate import notebook_launcher
-    notebook_launcher(worker, num_processes=2, use_port="0")
+    notebook_launcher(worker, num_processes=2, use_port=str(rt._free_port()))
 else:
-    import runtime as rt
     rt.launch(worker, (), rt.patch_environment("cpu"), processes=2)
 """
     guide = facts(tmp_path, code.replace("{recipe}", "guide"))
@@ -278,27 +278,33 @@ def test_t12_a_rewritten_cell_is_not_the_code_that_runs(tmp_path, monkeypatch):
     del sys.modules["cell_of_t12"]
 
 
-def test_t13_torchs_own_checkpointing_recomputes_nothing_on_xla(tmp_path):
-    """What is recomputed shows behind a barrier, which keeps XLA from merging it with the first computation."""
+def test_t13_torchs_own_checkpointing_does_not_work_on_xla(tmp_path):
+    """torch_xla's puts what it recomputes behind a barrier, which keeps XLA from merging it with the first computation."""
     code = """
 import torch, torch_xla, torch.utils.checkpoint as torchs, torch_xla.utils.checkpoint as xlas
 runtime = rt.Runtime("fp32")
 block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)).to(runtime.device)
 runtime.sync()
-for recipe, run in (("guide", lambda x: torchs.checkpoint(block, x, use_reentrant=False)),
-                    ("ours", lambda x: runtime.checkpoint_function()(block, x))):
+
+def attempt(recipe, run):
     x = torch.ones(4, 8).to(runtime.device).requires_grad_()
-    run(x).square().sum().backward()
-    tell(recipe, "opt-barrier" in runtime.pending_program(x.grad))
+    try:
+        run(x).square().sum().backward()
+        program = runtime.pending_program(x.grad)
+        tell(recipe, (program.count(" dot("), "opt-barrier" in program))
+    except Exception as error:
+        tell(recipe, f"{type(error).__name__}: {error}")
     runtime.sync()
-try:
-    xlas.checkpoint(block, x, use_reentrant=False)
-except Exception as error:
-    tell("mixed", type(error).__name__)
+
+attempt("none", block)
+attempt("guide", lambda x: torchs.checkpoint(block, x, use_reentrant=False))
+attempt("mixed", lambda x: xlas.checkpoint(block, x, use_reentrant=False))
+attempt("ours", lambda x: runtime.checkpoint_function()(block, x))
 """
     told = facts(tmp_path, code, XLA_CPU)
-    assert (told["guide"], told["ours"]) == ("False", "True")
-    assert told["mixed"] == "ValueError"
+    assert told["guide"] == "AttributeError: module 'torch' has no attribute 'xla'"
+    assert told["mixed"] == "ValueError: XLA currently does not support use_reentrant==False"
+    assert (told["none"], told["ours"]) == ("(4, False)", "(5, True)"), "one product more: it is recomputed"
 
 
 def test_t16_strict_false_trains_from_random_weights():
@@ -389,7 +395,7 @@ rt.launch(worker, (), platform)
 """
     told = facts(tmp_path, code, TWO_RANKS)
     assert told["ours"] == "all equal"
-    assert told["guide"].startswith("after 3 steps: the replicas hold different weights in 1 of 2 tensors (weight)")
+    assert told["guide"].startswith("after 3 steps: the replicas hold different weights in"), told["guide"]
 
 
 @pytest.mark.parametrize("recipe, ends", [("guide", "hangs"), ("ours", "ends")])
@@ -418,39 +424,39 @@ child.kill()
 
 def test_t22_a_backward_before_the_fork_breaks_the_childrens_backward(tmp_path):
     code = """
-import runtime as rt
-platform = rt.patch_environment("cpu")
 import torch
 
 def backward():
-    torch.ones(3, requires_grad=True).sum().backward()
+    runtime = rt.Runtime("fp32")
+    torch.ones(3).to(runtime.device).requires_grad_().sum().backward()
+    runtime.sync()
 
 rt.launch(backward, (), platform)
 tell("ours", "works")
-backward()                          # a cell before the launch
+torch.ones(3, requires_grad=True).sum().backward()      # a cell before the launch, on the CPU
 try:
     rt.launch(backward, (), platform)
 except rt.WorkerFailed as error:
-    tell("guide", str(error).splitlines()[-2])
+    tell("guide", [line for line in str(error).splitlines() if line.startswith("RuntimeError")])
 """
-    told = facts(tmp_path, code)
+    told = facts(tmp_path, code, TWO_RANKS)
     assert told["ours"] == "works"
-    assert "Unable to handle autograd's threading in combination with fork-based multiprocessing" in told["guide"]
+    assert "device_ready_queues_" in told["guide"] and "INTERNAL ASSERT FAILED" in told["guide"]
 
 
 def test_t23_a_gather_is_another_program_on_every_rank(tmp_path):
     code = """
-import hashlib, torch
+import hashlib, re, torch
 import torch_xla.core.xla_model as xm
 
 def worker():
     runtime = rt.Runtime("fp32")
     loss = torch.tensor([runtime.rank + 2.0]).to(runtime.device)
     gather = getattr(xm.all_gather, "original", xm.all_gather)      # the rehearsal replaces it, for this very reason
-    for recipe, reduce in (("guide", gather), ("ours", runtime.all_reduce)):
-        program = runtime.pending_program(reduce(loss))
+    for recipe, reduce in (("ours", runtime.all_reduce), ("guide", gather)):
+        program = re.sub(r"[.][0-9]+", "", runtime.pending_program(reduce(loss)))     # without the numbers of its lines
         tell(f"{recipe} {runtime.rank}", hashlib.sha256(program.encode()).hexdigest())
-    runtime.sync()
+        runtime.sync()
 
 rt.launch(worker, (), platform)
 """

@@ -1,4 +1,4 @@
-"""Says why XLA compiled again. On a TPU each new program costs minutes, and a loop that makes one every step never ends.
+"""Says why XLA compiled again. A new program costs minutes on a TPU, and a loop that makes one every step never ends.
 
     guard = CompileGuard(runtime)
     for step in ...:
@@ -7,7 +7,7 @@
             runtime.sync()
 
 Give it the tensors and Python numbers that enter the step. After the warm-up it speaks when a sync compiles: at which
-step, which input changed its shape or which number changed, and what to do. When none of them did, it reads the constants
+step, which input changed its shape or which number changed, and what to do. When no shape did, it reads the constants
 of the next two programs and names the one that differs. Off XLA, and while nothing is compiled, it costs nothing.
 """
 import contextlib
@@ -56,11 +56,11 @@ class CompileGuard:
         self._read_constants()
         for name, value in now.items():
             if not isinstance(value, str) and name in self.last and value != self.last[name]:
-                return (f"no shape changed, but the number {name} went from {self.last[name]} to {value}; if it is a constant"
-                        f" of the program, make it a tensor: {name} = torch.tensor({name}).to(device).")
-        return ("no input that the guard was given changed. Look for a Python number that changes and is given to an operation"
-                " (an exponent, an epsilon), a value that became exactly 0 or 1, a list that grows, an `if` on data; or for"
-                " code that ran for the first time.")
+                return (f"no shape changed, but the number {name} went from {self.last[name]} to {value}; if it is a"
+                        f" constant of the program, make it a tensor: {name} = torch.tensor({name}).to(device).")
+        return ("no input that the guard was given changed. Look for a Python number that changes and is given to an"
+                " operation (an exponent, an epsilon), a value that became exactly 0 or 1, a list that grows, an `if`"
+                " on data; or for code that ran for the first time.")
 
     # -- what differs when the shapes do not
 
@@ -70,7 +70,7 @@ class CompileGuard:
             self.runtime.name_source_lines(True)
 
     def _compare_constants(self, step: int, result) -> bool:
-        """Read the constants of the program that is about to be synced. Whether one that differs was found and named."""
+        """Read the constants of the program that is about to be synced; True when one that differs was named."""
         before, now = self.constants, constants_by_operation(self.runtime.pending_program(result))
         self.constants = now
         self.to_read -= 1
@@ -79,8 +79,9 @@ class CompileGuard:
         for place, values in now.items():
             for was, value in zip((before or {}).get(place, ()), values):
                 if was != value:
-                    self._say(f"step {step}: the number {was} has become {value} in {place}: it is a constant of the program,"
-                              " so every new value is a new program. Give it as a tensor on the device, or keep it the same.")
+                    self._say(f"step {step}: the number {was} has become {value} in {place}: it is a constant of the"
+                              " program, so every new value is a new program. Give it as a tensor on the device, or"
+                              " keep it the same.")
                     return True
         return False
 
@@ -101,10 +102,10 @@ def describe(value):
 def reason_shape(name: str, shapes: list) -> str:
     """One other shape is a ragged batch; a third, fourth, ... growing one is a sequence without a fixed length."""
     if len(shapes) >= 3 and grows(shapes[-3:]):
-        return (f"{name} grows: {', '.join(shapes[-3:])}. Every length is a program of its own: fill up to one length, or to a"
-                " few fixed ones, and give the filling no weight.")
-    return (f"{name} is {shapes[-1]}, before it was {' or '.join(shapes[:-1][-3:])}. Give every batch the same shape: leave out"
-            " the smaller last one (drop_last=True), or fill it up and give the filling no weight.")
+        return (f"{name} grows: {', '.join(shapes[-3:])}. Every length is a program of its own: fill up to one length,"
+                " or to a few fixed ones, and give the filling no weight.")
+    return (f"{name} is {shapes[-1]}, before it was {' or '.join(shapes[:-1][-3:])}. Give every batch the same shape:"
+            " leave out the smaller last one (drop_last=True), or fill it up and give the filling no weight.")
 
 
 def grows(shapes: list) -> bool:
@@ -116,7 +117,7 @@ def grows(shapes: list) -> bool:
 
 
 def constants_by_operation(program: str) -> dict:
-    """{'aten::pow (model.py:12)': ['2.5', ...]}: the scalar constants of an HLO text, by the operation that uses them."""
+    """{'aten::pow (model.py:12)': ['2.5', ...]}: scalar constants of an HLO text, by the operation that uses them."""
     values = dict(re.findall(r"(%[\w.]+) = \w+\[\] constant\(([^)]*)\)", program))
     found = {}
     for line in program.splitlines():

@@ -131,14 +131,17 @@ class Tracer:
                                           dtypes=self.dtypes_of(tensors))
 
     def has_hidden_base(self, tensor) -> bool:
-        """True for a view, such as the transposed gradient of a weight: torch keeps what it is a view of alive too."""
+        """True for a view, such as the transposed gradient of a weight: torch_xla keeps its base and computes it too.
+
+        A parameter counts as a view of itself since it was moved to the device, and has no second buffer.
+        """
         import torch
-        return torch._is_functional_tensor(tensor) and not torch._is_functional_tensor_base(tensor)
+        return (torch._is_functional_tensor(tensor) and not torch._is_functional_tensor_base(tensor)
+                and tensor.dim() > 0 and not isinstance(tensor, torch.nn.Parameter))
 
     def base_of(self, tensor):
-        """The hidden base, computed back from the view: XLA simplifies the way there and back to nothing."""
-        base = tensor.detach().t() if tensor.dim() == 2 else tensor.detach().reshape(1, -1)
-        return base
+        """A gradient's hidden base, computed back from the view: XLA reduces the way there and back to nothing."""
+        return tensor.detach().t() if tensor.dim() == 2 else tensor.detach().reshape(1, -1)
 
     def donated(self, numbers: list, pending: list) -> list:
         """Arguments that this program overwrites: the same Python tensor held them before and is computed anew."""
@@ -229,31 +232,38 @@ def name_modules(tracer: Tracer) -> None:
 
     def before(module, inputs):
         if not stack:
-            names.update({id(m): (name.rsplit(".", 1)[-1] or "model") for name, m in module.named_modules()})
-        parent = stack[-1][0] if stack else ""
-        own = names.get(id(module), type(module).__name__)
-        stack.append((f"{parent}.{own}" if parent else own, tracer.xla.profiler.scope_pusher(own)))
+            names.clear()
+            names.update({id(m): f"model.{name}" if name else "model" for name, m in module.named_modules()})
+        path = names.get(id(module), type(module).__name__)
+        outer = stack[-1][0] + "." if stack else ""
+        sources = {getattr(value, "grad_fn", None) for value in inputs}
+        stack.append((path, tracer.xla.profiler.scope_pusher(path.removeprefix(outer)), sources))
 
     def after(module, inputs, output):
-        path, _ = stack.pop()
-        name_backward(tracer, output, path)
+        path, _, sources = stack.pop()
+        name_backward(tracer, output, path, sources)
 
     hooks.register_module_forward_pre_hook(before)
     hooks.register_module_forward_hook(after)
 
 
-def name_backward(tracer: Tracer, output, path: str) -> None:
-    """Name the backward operations of what was computed since the inner modules were named."""
-    todo = [output.grad_fn] if getattr(output, "grad_fn", None) is not None else []
+def name_backward(tracer: Tracer, output, path: str, sources: set) -> None:
+    """Name the backward operations of what a module computed from its `sources`; its inner modules named theirs before."""
+    todo, seen = [getattr(output, "grad_fn", None)], set(sources)
     while todo:
         node = todo.pop()
-        if node is None or "named" in node.metadata or node.name().endswith("AccumulateGrad"):
+        if node is None or node in seen or node.name().endswith("AccumulateGrad"):
             continue
-        node.metadata["named"], held = path, []
-        node.register_prehook(lambda grads, held=held: held.append(
-            tracer.xla.profiler.scope_pusher(path + ".backward")))
-        node.register_hook(lambda grads_in, grads_out, held=held: held.clear())
+        seen.add(node)
         todo += [following for following, _ in node.next_functions]
+        if "named" in node.metadata:
+            continue
+        node.metadata["named"], open_scope = path, []
+        node.register_prehook(lambda grads, s=open_scope: s.append(tracer.xla.profiler.scope_pusher(path + BACKWARD)))
+        node.register_hook(lambda grads_in, grads_out, s=open_scope: s.clear())
+
+
+BACKWARD = "_backward"        # XLA replaces other signs
 
 
 def trace(request: dict, folder: Path) -> None:
@@ -337,11 +347,24 @@ TEMPLATES = {"gpt": gpt_template, "mlp": mlp_template}
 
 # ---- second child: the TPU's compiler --------------------------------------------------------------------------------
 
+COMPILER_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",      # libtpu holds a lock file; two that only compile do not disturb each other
+    "TF_CPP_MIN_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3"}
+
+
 def compile_programs(request: dict, folder: Path) -> None:
-    """Compile the wanted programs of a trace for the chip; write one report a program. Runs in a child process."""
-    compiler = Compiler(CHIPS[request["chip"]])
+    """Compile the wanted programs of a trace for the chip; one report a program. Runs in a child process.
+
+    Stops at the first that does not fit: it is the answer, and each further one would take minutes.
+    """
+    chip = CHIPS[request["chip"]]
+    compiler = Compiler(chip)
     for name in request["files"]:
+        (folder / "now.txt").write_text(request["kinds"][name])
         report = compiler.compile((folder / name).read_bytes(), request["donated"][name], folder / f"{name}.txt")
+        if "error" not in report:
+            report |= read_program((folder / f"{name}.txt").read_text())
         (folder / f"{name}.json").write_text(json.dumps(report))
         if "error" in report:
             break
@@ -354,31 +377,30 @@ class Compiler:
         import numpy as np
         from jax._src.lib import xla_client
         from jax.experimental import topologies
-        self.chip, self.xla_client = chip, xla_client
+        self.client = xla_client
         bounds = {} if chip.replicas > 1 else dict(chips_per_host_bounds=chip.host_bounds)
-        found = topologies.get_topology_desc(chip.topology, platform="tpu", **bounds).devices
-        self.devices = tuple(found[:chip.replicas])
+        self.devices = tuple(topologies.get_topology_desc(chip.topology, platform="tpu", **bounds).devices[:chip.replicas])
         self.options = xla_client.CompileOptions()
         self.options.num_replicas, self.options.num_partitions = chip.replicas, 1
         self.options.device_assignment = xla_client.DeviceAssignment.create(
             np.array([[d.id] for d in self.devices], dtype=np.int32))
 
     def compile(self, hlo: bytes, donated: list, text_file: Path) -> dict:
-        """A report of the compiled program, or {'error': the compiler's words}; the scheduled program goes to text_file."""
-        client = self.xla_client
-        mlir = client._xla.mlir.xla_computation_to_mlir_module(client.XlaComputation(hlo))
-        mlir = mark_donated(mlir.decode() if isinstance(mlir, bytes) else mlir, set(donated))
+        """Memory of the compiled program, or {'error': the compiler's words}; the scheduled program goes to text_file."""
+        mlir = self.client._xla.mlir.xla_computation_to_mlir_module(self.client.XlaComputation(hlo))
+        mlir = mlir.decode() if isinstance(mlir, bytes) else mlir
         begun = time.monotonic()
+        found = dict(dots=count_dots(mlir))
         try:
-            program = self.devices[0].client.compile(mlir.encode(), client.DeviceList(self.devices), self.options)
+            program = self.devices[0].client.compile(mark_donated(mlir, set(donated)).encode(),
+                                                     self.client.DeviceList(self.devices), self.options)
         except Exception as error:      # out of memory arrives here, in words
-            return dict(error=str(error), compile_seconds=time.monotonic() - begun)
+            return found | dict(error=str(error), compile_seconds=time.monotonic() - begun)
         seconds, memory = time.monotonic() - begun, program.get_compiled_memory_stats()
-        text = program.hlo_modules()[0].to_string()
-        text_file.write_text(text)
-        return dict(compile_seconds=seconds, arguments=memory.argument_size_in_bytes,
-                    outputs=memory.output_size_in_bytes, aliased=memory.alias_size_in_bytes,
-                    temporary=memory.temp_size_in_bytes, code=memory.generated_code_size_in_bytes)
+        text_file.write_text(program.hlo_modules()[0].to_string())
+        return found | dict(compile_seconds=seconds, arguments=memory.argument_size_in_bytes,
+                            outputs=memory.output_size_in_bytes, aliased=memory.alias_size_in_bytes,
+                            temporary=memory.temp_size_in_bytes)
 
 
 def mark_donated(mlir: str, donated: set) -> str:
@@ -395,3 +417,484 @@ def mark_donated(mlir: str, donated: set) -> str:
 
     arguments = re.sub(r"%arg(\d+): (tensor<[^>]*>)( \{[^}]*\})?", mark, arguments)
     return head + start + arguments + arrow + body
+
+
+def count_dots(mlir: str) -> dict:
+    """{'bf16 x bf16 -> bf16': how many} of the matrix products, as the template asked for them."""
+    counts = defaultdict(int)
+    for line in mlir.splitlines():
+        if "stablehlo.dot" in line or "mhlo.dot" in line or "stablehlo.convolution" in line:
+            left, right, result = re.findall(r"tensor<(?:[0-9]+x)*([a-z0-9]+)>", line.rpartition(" : ")[2])[-3:]
+            counts[f"{left} x {right} -> {result}"] += 1
+    return dict(counts)
+
+
+# ---- reading a scheduled program -------------------------------------------------------------------------------------
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
+         "u64": 8, "f64": 8}
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
+ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
+
+
+@dataclass
+class Instruction:
+    name: str
+    shape: str
+    opcode: str
+    rest: str           # operands and everything after them
+
+    @property
+    def operands(self) -> list:
+        return re.findall(r"%([^\s,()]+)", self.rest.partition("), ")[0])
+
+    @property
+    def cycles(self) -> int:
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        return int(found[1]) if found else 0
+
+    @property
+    def op_name(self) -> str:
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    def called(self, role: str) -> str:
+        found = re.search(rf"\b{role}=%([^\s,)]+)", self.rest)
+        return found[1] if found else ""
+
+
+def read_computations(text: str) -> tuple[dict, str]:
+    """{name: [Instruction]} of a program's text, and the name of its entry."""
+    computations, entry, current = {}, "", None
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" ") and "=" not in line.split("(")[0]:
+            words = line.split()
+            name = words[words[0] == "ENTRY"].lstrip("%")
+            current = computations[name] = []
+            entry = name if words[0] == "ENTRY" else entry
+        elif current is not None and (match := INSTRUCTION.match(line)):
+            current.append(Instruction(*match.groups()))
+    return computations, entry
+
+
+def read_program(text: str) -> dict:
+    """Cycles by operation, reductions, kernels and the largest buffers of a scheduled program."""
+    computations, entry = read_computations(text)
+    operations = defaultdict(lambda: [0, 0])
+    reductions, kernels = [], defaultdict(int)
+    for instruction, times in executed(computations, entry):
+        if instruction.cycles:
+            row = operations[operation_label(instruction)]
+            row[0] += instruction.cycles * times
+            row[1] += times
+        if instruction.opcode in ("all-reduce", "all-reduce-start"):
+            reductions.append(dict(shape=plain_shape(instruction.shape), bytes=shape_bytes(instruction.shape) * times))
+        if "tpu_custom_call" in instruction.rest:
+            kernels[module_of(instruction.op_name)] += times
+    return dict(cycles=sum(cycles for cycles, _ in operations.values()), reductions=reductions, kernels=dict(kernels),
+                operations=[dict(name=name, cycles=cycles, count=count)
+                            for name, (cycles, count) in sorted(operations.items(), key=lambda item: -item[1][0])],
+                largest=largest_at_peak(computations[entry]))
+
+
+def executed(computations: dict, name: str, times: int = 1):
+    """(instruction, how often it runs) of a computation and of the loops and calls in it."""
+    for instruction in computations[name]:
+        yield instruction, times
+        if instruction.opcode == "while":
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.rest)
+            yield from executed(computations, instruction.called("body"), times * (int(trips[1]) if trips else 1))
+        elif instruction.opcode == "call":
+            yield from executed(computations, instruction.called("to_apply"), times)
+        elif instruction.opcode == "conditional":
+            branch = instruction.called("true_computation")
+            if branch:
+                yield from executed(computations, branch, times)
+
+
+def module_of(op_name: str) -> str:
+    """'model.blocks.*.attn.c_proj' from torch_xla's 'model.33/blocks.0.4/attn.2/c_proj.5/aten__addmm'."""
+    parts = [re.sub(r"\.\d+$", "", part) for part in op_name.split("/")[:-1]]
+    path = ".".join(part for part in parts if not re.match(r"(aten|xla|prim)__", part))
+    path = path.removesuffix(BACKWARD) + " (backward)" if path.endswith(BACKWARD) else path
+    return re.sub(r"\.\d+(?=[. ]|$)", ".*", path)
+
+
+def operation_label(instruction: Instruction) -> str:
+    """Module and operation, as 'model.blocks.*.mlp.c_fc addmm'; layout copies are named as such."""
+    if not instruction.op_name:
+        return f"(compiler) {instruction.opcode}"
+    operation = re.sub(r"^(aten|xla|prim)_+", "", instruction.op_name.split("/")[-1])
+    kind = f" [{instruction.opcode}]" if instruction.opcode in ("copy", "reshape", "transpose") else ""
+    return f"{module_of(instruction.op_name) or '(no module)'} {operation}{kind}"
+
+
+def shape_bytes(shape: str, on_chip_too: bool = True) -> int:
+    """Bytes of all arrays in a shape; memory space S(1) is on the chip, not in HBM."""
+    total = 0
+    for kind, dimensions, layout in ARRAY.findall(shape):
+        if kind in BYTES and (on_chip_too or "S(1)" not in layout):
+            size = BYTES[kind]
+            for dimension in filter(None, dimensions.split(",")):
+                size *= int(dimension)
+            total += size
+    return total
+
+
+def plain_shape(shape: str) -> str:
+    return ", ".join(f"{kind}[{dimensions}]" for kind, dimensions, _ in ARRAY.findall(shape) if kind in BYTES)
+
+
+SAME_BUFFER = ("bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "async-done", "all-reduce-done",
+               "optimization-barrier", "while")
+
+
+def largest_at_peak(schedule: list, count: int = 5) -> list:
+    """The largest temporary buffers alive at the fullest moment of a schedule, from its shapes; the padding is not known."""
+    owners, sizes, born, dies = {}, {}, {}, {}
+    for moment, instruction in enumerate(schedule):
+        if instruction.opcode in SAME_BUFFER:
+            owners[instruction.name] = {o for name in instruction.operands for o in owners.get(name, ())}
+        else:
+            owners[instruction.name] = {instruction.name}
+            shape = instruction.shape
+            if instruction.opcode in ("copy-start", "slice-start"):     # (result, source, ...): only the first is new
+                shape = (ARRAY.search(shape) or [""])[0]
+            held = instruction.opcode not in ("parameter", "constant")
+            sizes[instruction.name] = shape_bytes(shape, on_chip_too=False) if held else 0
+            born[instruction.name] = dies[instruction.name] = moment
+        for name in instruction.operands:
+            for owner in owners.get(name, ()):
+                dies[owner] = moment
+    change = defaultdict(int)
+    for name, size in sizes.items():
+        change[born[name]] += size
+        change[dies[name] + 1] -= size
+    full, now, peak_moment = 0, 0, 0
+    for moment in sorted(change):
+        now += change[moment]
+        if now > full:
+            full, peak_moment = now, moment
+    alive = [i for i in schedule if sizes.get(i.name) and born[i.name] <= peak_moment <= dies[i.name]]
+    alive.sort(key=lambda i: -sizes[i.name])
+    return [dict(bytes=sizes[i.name], module=module_of(i.op_name) or "(compiler)", shape=plain_shape(i.shape))
+            for i in alive[:count]]
+
+
+def read_out_of_memory(error: str) -> dict | None:
+    """{'needed_gib', 'limit_gib', 'largest'} from the compiler's words, None when they are about something else."""
+    used = re.search(r"Used ([\d.]+)([GM]) of ([\d.]+)([GM]) hbm", error)
+    if not used:
+        return None
+    unit = {"G": GIB, "M": 2 ** 20, "K": 2 ** 10, "": 1}
+    entries = re.findall(r"Size: ([\d.]+)([GMK]?)\n(?:\s+Operator: op_name=\"([^\"]*)\".*\n)?\s+Shape: (\S+)", error)
+    return dict(needed_gib=float(used[1]) * unit[used[2]] / GIB, limit_gib=float(used[3]) * unit[used[4]] / GIB,
+                largest=[dict(bytes=int(float(size) * unit[letter]), module=module_of(name) or "(compiler)",
+                              shape=plain_shape(shape)) for size, letter, name, shape in entries[:5]])
+
+
+# ---- the parent ------------------------------------------------------------------------------------------------------
+
+def check_installed() -> dict:
+    """Versions of the compiler's packages. Raises UserError with what to install."""
+    versions = {name: rt.installed_version(name) for name in (*REQUIRED, "torch_xla")}
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        raise UserError(f"preflight needs {', '.join(missing)}, not installed here: pip install -r"
+                        " requirements-preflight.txt (Linux x86-64; no TPU is needed).")
+    return versions
+
+
+def run_child(task: str, request: dict, folder: Path, say) -> None:
+    """Run trace or compile_programs in a process of its own; say something every 20 s. Raises UserError when it fails."""
+    (folder / "request.json").write_text(json.dumps(request))
+    environment = {**os.environ, **(COMPILER_ENVIRONMENT if task == "compile" else {}), **request.get("environment", {})}
+    with open(folder / f"{task}.log", "w") as log:
+        child = subprocess.Popen([sys.executable, __file__, CHILD, task, str(folder)], env=environment, stdout=log,
+                                 stderr=subprocess.STDOUT)
+        begun = time.monotonic()
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(20)
+                    break
+                now = folder / "now.txt"
+                what = f"compiling the {now.read_text()}" if task == "compile" and now.exists() else f"{task} is under way"
+                say(f"  {time.monotonic() - begun:4.0f} s: {what}")
+        finally:
+            child.kill()
+            child.wait()
+    failure = folder / "failure.txt"
+    if failure.exists():
+        raise UserError(failure.read_text())
+    if child.returncode:
+        tail = (folder / f"{task}.log").read_text()[-1500:]
+        raise rt.WorkerFailed(f"{task} of the preflight ended with code {child.returncode}; its last words:\n{tail}")
+
+
+CHILD = "--child"
+
+
+def child_main(task: str, folder: str) -> None:
+    folder = Path(folder)
+    request = json.loads((folder / "request.json").read_text())
+    try:
+        {"trace": trace, "compile": compile_programs}[task](request, folder)
+    except UserError as error:
+        (folder / "failure.txt").write_text(str(error))
+
+
+def preflight(template: str, chip_name: str, settings: dict, say=lambda line: None, evaluation: bool = True,
+              names: bool = True, keep: str | Path | None = None) -> dict:
+    """Trace a template's worker, compile what it runs for the chip, and return the report that `show` prints.
+
+    settings: what the template's config takes, and for 'gpt' also 'preset'. keep: a folder for the programs' text.
+    Raises UserError for wrong settings and where the compiler is not installed. Running out of memory is a report.
+    """
+    versions, chip = check_installed(), CHIPS[chip_name]
+    with tempfile.TemporaryDirectory(prefix="preflight_") as scratch:
+        folder = Path(keep or scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        say(f"preflight: tracing {template} {settings} for {chip_name}")
+        run_child("trace", dict(template=template, chip=chip_name, settings=settings, names=names), folder, say)
+        traced = json.loads((folder / "programs.json").read_text())
+        wanted = [p for p in traced["programs"] if p["per_step"] or evaluation and p["kind"] == "evaluation"]
+        wanted.sort(key=lambda p: p["kind"] != "optimizer step")    # the fullest first
+        say(f"preflight: {len(wanted)} programs go to the TPU compiler, each takes up to several minutes")
+        request = dict(chip=chip_name, files=[p["file"] for p in wanted], kinds={p["file"]: p["kind"] for p in wanted},
+                       donated={p["file"]: p["donated"] for p in wanted},
+                       environment=dict(LIBTPU_INIT_ARGS=traced["flags"], TPU_ACCELERATOR_TYPE=chip.accelerator))
+        run_child("compile", request, folder, say)
+        for program in wanted:
+            result = folder / f"{program['file']}.json"
+            program["compiled"] = json.loads(result.read_text()) if result.exists() else None
+    return summarise(template, chip, settings, versions, traced, wanted)
+
+
+def summarise(template: str, chip: Chip, settings: dict, versions: dict, traced: dict, programs: list) -> dict:
+    facts = traced["facts"]
+    reports = [describe_program(chip, p, p["compiled"]) for p in programs if p["compiled"]]
+    failed = next((r for r in reports if r.get("error")), None)
+    if failed and failed["peak_gib"] is None:
+        raise UserError(f"The TPU compiler refused the {failed['kind']}: {failed['error'][:600]}")
+    fits = all(r["peak_gib"] + r["resident_gib"] <= chip.memory_gib for r in reports) and not failed
+    report = dict(
+        what="an estimate by the TPU compiler, not a measurement", template=template, settings=settings, chip=chip.name,
+        versions=versions, facts=facts, fits=fits, memory_limit_gib=chip.memory_gib,
+        peak_gib=max(r["peak_gib"] + r["resident_gib"] for r in reports), programs=reports,
+        programs_left_out=[p["kind"] for p in programs if not p["compiled"]],
+        training_programs=sum(p["kind"] in TRAINING for p in traced["programs"]),
+        dtypes=merged_dtypes(traced["programs"]))
+    if not failed:
+        report |= estimate(chip, facts, reports)
+    return report
+
+
+TRAINING = ("micro-step", "optimizer step")
+
+
+def describe_program(chip: Chip, program: dict, compiled: dict) -> dict:
+    """One compiled program in the units of the report."""
+    row = dict(kind=program["kind"], per_step=program["per_step"], resident_gib=program["resident_bytes"] / GIB,
+               compile_seconds=round(compiled["compile_seconds"], 1), dots=compiled["dots"])
+    if "error" in compiled:
+        memory = read_out_of_memory(compiled["error"])
+        return row | dict(error=compiled["error"], peak_gib=memory and memory["needed_gib"],
+                          largest=memory["largest"] if memory else [])
+    peak = compiled["arguments"] + compiled["outputs"] - compiled["aliased"] + compiled["temporary"]
+    return row | dict(peak_gib=peak / GIB, **{f"{name}_gib": compiled[name] / GIB for name in
+                                              ("arguments", "outputs", "aliased", "temporary")},
+                      cycles=compiled["cycles"], milliseconds=compiled["cycles"] / chip.clock * 1e3,
+                      reductions=compiled["reductions"], kernels=compiled["kernels"], largest=compiled["largest"],
+                      operations=compiled["operations"])
+
+
+def merged_dtypes(programs: list) -> dict:
+    """{'parameters': {'float32': bytes}, ...} over all programs of a run."""
+    merged = {}
+    for program in programs:
+        for role, row in program["dtypes"].items():
+            merged.setdefault(role, {}).update(row)
+    return merged
+
+
+def estimate(chip: Chip, facts: dict, reports: list) -> dict:
+    """Time and speed of an optimizer step from its programs."""
+    training = [r for r in reports if r["per_step"]]
+    computing = sum(r["milliseconds"] * r["per_step"] for r in training)
+    reduced = sum(reduction["bytes"] * r["per_step"] for r in training for reduction in r["reductions"])
+    reducing = all_reduce_milliseconds(chip, reduced)
+    kernel = kernel_milliseconds(chip, facts) if any(r["kernels"] for r in training) else 0.0
+    step = computing + reducing + kernel
+    tokens_per_second = facts["tokens_per_step"] / step * 1e3
+    operations = defaultdict(lambda: [0.0, 0])
+    for r in training:
+        for operation in r["operations"]:
+            row = operations[operation["name"]]
+            row[0] += operation["cycles"] * r["per_step"] / chip.clock * 1e3
+            row[1] += operation["count"] * r["per_step"]
+    return dict(
+        step_ms=step, computing_ms=computing, reducing_ms=reducing, kernel_ms=kernel, tokens_per_second=tokens_per_second,
+        mfu=tokens_per_second * facts["flops_per_token"] / (chip.peak_flops * chip.replicas),
+        reductions=sum(len(r["reductions"]) * r["per_step"] for r in training), reduced_bytes=reduced,
+        operations=[dict(name=name, milliseconds=ms, count=count)
+                    for name, (ms, count) in sorted(operations.items(), key=lambda item: -item[1][0])[:10]])
+
+
+KERNEL_EFFICIENCY = 0.4      # of the peak, for flash attention at T=1024: an assumption, stated wherever it is used
+
+
+def kernel_milliseconds(chip: Chip, facts: dict) -> float:
+    """Time of the attention kernels of a step, on which the compiler has no opinion, from their flops.
+
+    Causal attention does half of 4 T C flops a token and layer forward and, computing the scores again, 2.5 times that
+    backward.
+    """
+    per_token = 3.5 * 2 * facts["n_layer"] * facts["n_embd"] * facts["T"]
+    return per_token * facts["tokens_per_step"] / chip.replicas / (chip.peak_flops * KERNEL_EFFICIENCY) * 1e3
+
+
+def all_reduce_milliseconds(chip: Chip, size: int) -> float:
+    """A ring moves 2 (n-1)/n of the bytes through each chip, half of them each way."""
+    return 2 * (chip.replicas - 1) / chip.replicas * size / (2 * chip.link_bytes) * 1e3
+
+
+def show(report: dict) -> str:
+    """The report as one readable table."""
+    chip, facts = CHIPS[report["chip"]], report["facts"]
+    settings = " ".join(f"{name}={value}" for name, value in report["settings"].items())
+    lines = [f"{report['template']} {settings} on {chip.name}, libtpu {report['versions']['libtpu']}: {report['what']}",
+             f"  batch    {facts['tokens_per_step']:,} a step = {facts['micro_batch']} x {facts['micro_steps']} micro-steps x"
+             f" {chip.replicas} replica{'s' * (chip.replicas > 1)}",
+             f"  memory   {'fits' if report['fits'] else 'DOES NOT FIT'}: {size_text(report['peak_gib'] * GIB)} of"
+             f" {chip.memory_gib} GiB"]
+    return "\n".join([*lines, *show_speed(report, chip), *show_programs(report), *show_dtypes(report), *show_operations(report)])
+
+
+def show_speed(report: dict, chip: Chip) -> list:
+    if "step_ms" not in report:
+        return []
+    lines = [f"  speed    {report['tokens_per_second']:,.0f} tokens/s, {report['step_ms']:,.1f} ms a step, MFU {report['mfu']:.1%}"
+             f" of {chip.peak_flops / 1e12:.0f} TFLOP/s a chip",
+             f"  reduced  {report['reductions']} reduction{'s' * (report['reductions'] != 1)} of together"
+             f" {size_text(report['reduced_bytes'])} a step, counted as {report['reducing_ms']:.1f} ms of it at"
+             f" {chip.link_bytes / 1e9:.0f} GB/s a link and way"]
+    if report["kernel_ms"]:
+        lines.append(f"  kernels  {report['kernel_ms']:.1f} ms of it in attention kernels, which the compiler does not time:"
+                     f" their flops at {KERNEL_EFFICIENCY:.0%} of the peak")
+    return lines
+
+
+def show_programs(report: dict) -> list:
+    lines = ["", "  program         a step       peak  held besides   estimated  compiled in"]
+    for r in report["programs"]:
+        time_text = f"{r['milliseconds']:8.1f} ms" if "milliseconds" in r else "          -"
+        lines.append(f"  {r['kind']:15} {r['per_step'] or '-':>6} {size_text(r['peak_gib'] * GIB):>10}"
+                     f" {size_text(r['resident_gib'] * GIB):>13} {time_text:>11} {r['compile_seconds']:9.0f} s")
+    if report["programs_left_out"]:
+        lines.append(f"  not compiled after that: {', '.join(report['programs_left_out'])}")
+    fullest = max(report["programs"], key=lambda r: r["peak_gib"] + r["resident_gib"])
+    lines += ["", f"  the largest buffers when the {fullest['kind']} is fullest"]
+    return lines + [f"  {size_text(b['bytes']):>10}  {b['module']}: {b['shape']}" for b in fullest["largest"]]
+
+
+def show_dtypes(report: dict) -> list:
+    lines = ["", "  what is held     in which dtype"]
+    lines += [f"  {role:16} " + ", ".join(f"{name} {size_text(held)}" for name, held in row.items())
+              for role, row in report["dtypes"].items()]
+    lines += [f"  {'products':16} {r['kind']}: " + ", ".join(f"{count} {name}" for name, count in r["dots"].items())
+              for r in report["programs"] if r["dots"]]
+    lines += [f"  {'reductions':16} {r['kind']}: " + "; ".join(one["shape"] for one in r["reductions"])
+              for r in report["programs"] if r.get("reductions")]
+    return lines
+
+
+def show_operations(report: dict) -> list:
+    if "operations" not in report:
+        return []
+    return ["", "  the most expensive operations of a step, by module (* is every block)"] + [
+        f"  {o['milliseconds']:8.1f} ms {o['milliseconds'] / report['step_ms']:6.1%}  {o['name']} (x {o['count']})"
+        for o in report["operations"]]
+
+
+def size_text(size: float) -> str:
+    """'1.50 GiB', '12.3 MiB', '0.5 KiB'."""
+    for unit, name, digits in ((GIB, "GiB", 2), (2 ** 20, "MiB", 1)):
+        if size >= 0.1 * unit:
+            return f"{size / unit:,.{digits}f} {name}"
+    return f"{size / 1024:,.1f} KiB" if size else "-"
+
+
+def search_micro_batch(settings: dict, chip: Chip, say) -> dict:
+    """The report of the largest micro_batch that fits, or of 1 when none does."""
+    import train_gpt
+    preset = settings.get("preset", "gpt2-124m")
+    config = train_gpt.make_config(preset, **{k: v for k, v in settings.items() if k not in ("preset", "micro_batch")})
+    windows = config.global_batch // chip.replicas
+    sizes = [n for n in range(1, windows + 1) if config.global_batch % (n * chip.replicas) == 0]
+    best, low, high = None, 0, len(sizes) - 1
+    while low <= high:
+        middle = (low + high + 1) // 2
+        report = preflight("gpt", chip.name, {**settings, "micro_batch": sizes[middle]}, say)
+        say(f"preflight: micro_batch {sizes[middle]} {'fits' if report['fits'] else 'does not fit'}"
+            f" ({report['peak_gib']:.2f} GiB)")
+        if report["fits"] or best is None:
+            best = report if report["fits"] or middle == 0 else best
+        low, high = (middle + 1, high) if report["fits"] else (low, middle - 1)
+    return best
+
+
+def parse_arguments(arguments: list | None):
+    """Own options, and the template's settings as a dict. Raises UserError for what is not known."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--template", default="gpt", help=f"{', '.join(TEMPLATES)}; default gpt")
+    parser.add_argument("--chip", default="v5e-8", help=f"{', '.join(CHIPS)}; default v5e-8")
+    parser.add_argument("--search", action="store_true", help="find the largest micro_batch that fits")
+    parser.add_argument("--json", metavar="FILE", help="write the whole report there too")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the compiled programs' text there")
+    own, rest = parser.parse_known_args(arguments)
+    for name, known in (("template", TEMPLATES), ("chip", CHIPS)):
+        if getattr(own, name) not in known:
+            raise UserError(f"{name}={getattr(own, name)!r} is not known: use {', '.join(known)}.")
+    if own.search and own.template != "gpt":
+        raise UserError("--search varies micro_batch, which only the gpt template has: leave one of the two out.")
+    return own, template_settings(own.template, rest)
+
+
+def template_settings(template: str, words: list) -> dict:
+    """The template's own settings from the rest of the command line."""
+    import train_gpt
+    if template == "gpt":
+        settings = train_gpt.settings_from_command_line(words)
+        return {**settings, "preset": "gpt2-124m" if settings.get("preset", "auto") == "auto" else settings["preset"]}
+    import train_mlp
+    fields = {f.name: type(f.default) for f in dataclasses.fields(train_mlp.MLPConfig)}
+    parser = argparse.ArgumentParser()
+    for name, kind in fields.items():
+        parser.add_argument(f"--{name}", type=kind, default=None)
+    known, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise UserError(f"argument {unknown[0]!r} is not known: the settings of {template} are {', '.join(fields)}.")
+    return {name: value for name, value in vars(known).items() if value is not None}
+
+
+def say_at_once(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(arguments: list | None = None) -> None:
+    own, settings = parse_arguments(arguments)
+    if own.search:
+        report = search_micro_batch(settings, CHIPS[own.chip], say_at_once)
+    else:
+        report = preflight(own.template, own.chip, settings, say_at_once, keep=own.keep)
+    print(show(report))
+    if own.json:
+        Path(own.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [CHILD]:
+        child_main(*sys.argv[2:])
+    else:
+        rt.run_main(main)

@@ -117,8 +117,8 @@ PRESETS = {
     # The matrix unit of a TPU is 128 wide: six heads of 128 instead of twelve of 64, the same parameters, much faster.
     "gpt2-124m-tpu": dict(n_head=6),
     # Bytes, a few minutes on two CPU cores.
-    "demo": dict(vocab_size=0, T=128, n_layer=4, n_head=2, n_embd=128, tokens_per_step=4096, micro_batch=32, max_steps=800,
-                 learning_rate=3e-3, warmup_steps=50, log_every=20, eval_every=200, eval_windows=128, save_every=200),
+    "demo": dict(vocab_size=0, T=128, n_layer=4, n_head=2, n_embd=128, tokens_per_step=2048, micro_batch=16, max_steps=1600,
+                 learning_rate=3e-3, warmup_steps=100, log_every=40, eval_every=200, eval_windows=128, save_every=400),
     # For tests: seconds.
     "tiny": dict(vocab_size=0, T=32, n_layer=2, n_head=2, n_embd=32, tokens_per_step=256, micro_batch=4, max_steps=30,
                  learning_rate=1e-3, warmup_steps=5, log_every=1, eval_every=10, eval_windows=8, save_every=10,

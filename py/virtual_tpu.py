@@ -1,6 +1,7 @@
 """Eight virtual TPU devices on a CPU machine: rehearse a launch, and be told what would hang on the TPU.
 
-    python -c "import runtime, train_mlp; train_mlp.launch(platform=runtime.patch_environment('virtual-tpu'))"   # in py/
+    platform = patch_environment("virtual-tpu")         # before torch; VIRTUAL_TPU_DEVICES=2 for fewer of them
+    launch(worker, (config,), platform)
 
 The launcher's own TPU branch, torch_xla, the XLA programs and the collectives are real; only the devices are threads of
 one process. `runtime.launch` calls `install`, and the worker stays as it is. It is a rehearsal: its speed says nothing.
@@ -32,6 +33,7 @@ from runtime import UserError
 # Seconds that a rank may run between two syncs. A save or a preparation on one rank may need more.
 PATIENCE_VARIABLE, PATIENCE = "VIRTUAL_TPU_PATIENCE", 30.0
 HOST_READS = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__")
+COLLECTIVES = ("cross_replica_sum", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")     # in torch_xla's IR
 
 
 class LeftCommonPath(UserError):
@@ -138,7 +140,7 @@ class Conductor:
     # -- a meeting
 
     def _launch(self, rank: Rank, action):
-        """Hand over this rank's program. The next rank follows when this one's is known, the last one ends the meeting."""
+        """Hand over this rank's program. The next rank follows when this one's is known; the last ends the meeting."""
         before = self._cache_state()
         os.truncate(self.debug_log, 0)      # a host read since the last meeting has left its report there
         watch = threading.Thread(target=self._pass_on_when_known, args=(rank, before), daemon=True)
@@ -203,7 +205,8 @@ class Conductor:
         late = time.monotonic() - self.turn_since
         if self.failure is None and self.stage == "run" and holder.state == "running" and late > self.patience:
             frame = sys._current_frames().get(holder.thread)
-            holder.state = f"has not come for {late:.0f} seconds, it is at {worker_line(frame)}"
+            holder.state = (f"has not come for {late:.0f} seconds ({PATIENCE_VARIABLE} sets how many are waited),"
+                            f" it is at {worker_line(frame)}")
             self._fail()
 
     def _fail(self) -> None:
@@ -228,8 +231,8 @@ def explain(ranks: list) -> str:
     """One message: what each party does, by sync number and source line, and what that means on a TPU."""
     reached = max(rank.syncs for rank in ranks)
     return (f"The ranks left the common path at sync {reached}:\n{list_parties(ranks)}\n" + different_operations(ranks)
-            + "On a TPU the others would wait for ever, or train different models. Let every rank call the same syncs and"
-              " reductions in the same order; guard printing and writing by rank, never computing.")
+            + "On a TPU the others would wait for ever, or train different models. Let every rank call the same syncs"
+              " and reductions in the same order; guard printing and writing by rank, never computing.")
 
 
 def list_parties(ranks: list) -> str:
@@ -272,8 +275,9 @@ def different_operations(ranks: list) -> str:
              for name in sorted({*odd.operations, *usual.operations})
              if odd.operations.get(name, 0) != usual.operations.get(name, 0)]
     if not apart and all(rank.line == odd.line for rank in came) and any(rank.program != odd.program for rank in came):
-        return ("All traced the same operations, on other shapes or with other numbers: a batch of another size, a Python"
-                " number that differs by rank, or a tensor without dimensions that holds 0 or 1 (XLA makes it a constant).\n")
+        return ("All traced the same operations, on other shapes or with other numbers: a batch of another size, a"
+                " Python number that differs by rank, or a tensor without dimensions that holds 0 or 1 (XLA makes it a"
+                " constant).\n")
     return (f"Since the last sync {name_ranks([odd.number])} traced {', '.join(apart[:4])}, compared with"
             f" {name_ranks([usual.number])}.\n" if apart else "")
 
@@ -354,7 +358,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def install(devices: int, worker, patience_s: float | None = None):
-    """Turn every sync of torch_xla into a meeting of `devices` ranks. Returns the worker to launch in place of `worker`.
+    """Turn every sync of torch_xla into a meeting of `devices` ranks. Returns the worker to launch instead of `worker`.
 
     Call it in the parent, after the environment is set and before the launch; calling it again starts afresh. Raises
     RuntimeError when torch_xla no longer has the functions that are wrapped here.
@@ -378,8 +382,8 @@ def install(devices: int, worker, patience_s: float | None = None):
     # As it is, torch_xla pads by rank and sums: another program on each rank. This asks for the true all-gather.
     xm.all_gather = wrapped(gather, lambda *args, **named: gather(*args, **{**named, "pin_layout": False}))
     meet_at_host_reads(conductor)
-    print(f"REHEARSAL on {devices} virtual TPU devices, threads of one process that take turns on this CPU: it shows what"
-          " would go wrong on a TPU; its speed says nothing.", flush=True)
+    print(f"REHEARSAL on {devices} virtual TPU devices, threads of one process that take turns on this CPU: it shows"
+          " what would go wrong on a TPU; its speed says nothing.", flush=True)
     return RehearsedWorker(worker)
 
 
@@ -427,4 +431,4 @@ def meet_at_host_reads(conductor: Conductor) -> None:
 
 
 def is_collective(program: str) -> bool:
-    return any(word in program for word in ("cross_replica_sum", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"))
+    return any(word in program for word in COLLECTIVES)

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from gpt import (GPT, GPTConfig, decay_groups, flops_per_token, fused_attention, generate, plain_attention, rms_normalise)
+from gpt import (GPT, GPTConfig, LayerNorm, decay_groups, flops_per_token, fused_attention, generate, plain_attention, rms_normalise)
 
 SMALL = GPTConfig(vocab_size=96, T=16, n_layer=2, n_head=2, n_embd=32)
 
@@ -83,6 +83,7 @@ def test_norms_and_loss_stay_fp32_inside_autocast_and_matrices_do_not():
     assert loss.dtype == logits.dtype == torch.float32
     assert seen["ln_f"] == seen["blocks.0.ln_1"] == torch.float32
     assert seen["blocks.0.attn.c_attn"] == seen["blocks.1.mlp.c_fc"] == torch.bfloat16
+    assert LayerNorm(32)(torch.randn(3, 32).bfloat16()).dtype == torch.float32
     loss.backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 

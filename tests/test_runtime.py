@@ -210,6 +210,28 @@ def test_the_next_launch_works_while_the_failure_of_the_last_is_still_held(tmp_p
     assert len(list(tmp_path.glob("rank*"))) == 2 and held.value.__context__ is None
 
 
+def fail_or_wait(number):
+    if number == 1:
+        raise ValueError("the reason of number one")
+    time.sleep(120)
+
+
+def test_ranks_that_wait_for_a_failed_one_are_ended(tmp_path, monkeypatch):
+    """torch_xla's spawn waits for all its processes, in a pool like this one; a rank in a reduction would wait for ever."""
+    import concurrent.futures
+    import multiprocessing
+
+    def like_xmp_spawn(worker, args, platform, count):
+        with concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
+            list(pool.map(worker, range(count)))
+
+    monkeypatch.setattr(rt, "_start", like_xmp_spawn)
+    begun = time.time()
+    with pytest.raises(rt.WorkerFailed, match="the reason of number one"):
+        rt.launch(fail_or_wait, (), CPU, 2)
+    assert time.time() - begun < 60
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_worker_ended_by_the_system_is_told_from_an_exception(processes):
     def die():
@@ -243,25 +265,26 @@ def test_an_import_that_opens_the_gpus_before_the_launch_is_named(monkeypatch):
         rt.launch(print, (), rt.Platform("gpu", 2, "test"))
 
 
-def test_an_interrupt_leaves_no_worker_behind(tmp_path):
-    code = """
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupt_leaves_no_worker_behind(tmp_path, processes):
+    code = f"""
         import os, time, runtime
         platform = runtime.patch_environment("cpu")
         def work():
             rank = runtime.Runtime("fp32").rank
-            open(f"pid{rank}", "w").write(str(os.getpid()))
+            open(f"pid{{rank}}", "w").write(str(os.getpid()))
             time.sleep(300)
-        runtime.launch(work, (), platform, 2)
+        runtime.launch(work, (), platform, {processes})
         """
     import textwrap
     (tmp_path / "s.py").write_text(textwrap.dedent(code))
     parent = subprocess.Popen([sys.executable, "s.py"], cwd=tmp_path, env=clean_environment(), stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL)
     deadline = time.time() + 60
-    while len([p for p in tmp_path.glob("pid*") if p.read_text()]) < 2 and time.time() < deadline:
+    while len([p for p in tmp_path.glob("pid*") if p.read_text()]) < processes and time.time() < deadline:
         time.sleep(0.1)
     pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
-    assert len(pids) == 2
+    assert len(pids) == processes
     parent.send_signal(signal.SIGINT)       # to the parent alone, as a notebook's stop button does
     parent.wait(timeout=30)
     time.sleep(0.5)
@@ -285,10 +308,15 @@ def test_under_torchrun_the_worker_runs_where_it_is(monkeypatch):
 
 def test_edited_code_is_the_code_that_runs_even_within_one_second(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "edited_part.py").write_text("X = 1\n")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    part = tmp_path / "edited_part.py"
+    part.write_text("X = 1\n")
+    os.utime(part, (1e9, 1e9))
     (tmp_path / "edited.py").write_text("import edited_part\ndef value(): return edited_part.X\n")
     assert rt.load_fresh("edited", tmp_path).value() == 1
-    (tmp_path / "edited_part.py").write_text("X = 2\n")
+    assert list(tmp_path.glob("__pycache__/edited_part*.pyc"))
+    part.write_text("X = 2\n")
+    os.utime(part, (1e9, 1e9))
     assert rt.load_fresh("edited", tmp_path).value() == 2
     hashes = capsys.readouterr().out.splitlines()
     assert hashes[0].split("edited_part ")[1] != hashes[1].split("edited_part ")[1]

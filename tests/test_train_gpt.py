@@ -176,6 +176,8 @@ def test_evaluation_repeats_counts_each_window_once_and_leaves_training_alone(sh
     """7 windows on 1 process or 3: the same value; evaluating twice as often: the same training, with dropout on."""
     runs = [train(shards, tmp_path / f"run{n}", eval_windows=7, dropout=0.2, max_steps=4, tokens_per_step=32 * 6, micro_batch=2,
                   processes=p, eval_every=e) for n, (p, e) in enumerate([(1, 2), (1, 1), (3, 2)])]
+    plain = train(shards, tmp_path / "plain", max_steps=4, tokens_per_step=32 * 6, micro_batch=2)
+    assert all(abs(plain["losses"][step] - runs[0]["losses"][step]) > 1e-4 for step in range(1, 5)), "no dropout at work"
     assert runs[0]["losses"] == runs[1]["losses"]
     assert runs[0]["val"][0] == runs[1]["val"][0] == pytest.approx(runs[2]["val"][0], rel=1e-6)
     assert runs[0]["val"][2] == runs[1]["val"][2]

@@ -27,10 +27,10 @@ def facts(tmp_path, code: str, prelude: str = "", **environment) -> dict:
 
 
 def test_t1_accelerates_bf16_stores_the_master_weights_in_bf16(tmp_path):
-    """Accelerate takes this branch where torch_xla says that the device is a TPU, so a CPU hides it: it is made to say so."""
+    """Accelerate takes this branch where torch_xla says that the device is a TPU: here it is made to say so."""
     code = """
-import sys, torch, torch_xla
-if sys.argv[0] and "{recipe}" == "guide":
+import torch, torch_xla
+if "{recipe}" == "guide":
     torch_xla.runtime.device_type = lambda: "TPU"
     from accelerate import Accelerator
     accelerator = Accelerator(mixed_precision="bf16")
@@ -90,7 +90,7 @@ for batch in range(4):
     weights.append(weight.item())
 tell("ours", weights)
 """
-    # backward divides by 2 itself, so two micro-steps in one context give a gradient of 1, and a skipped step doubles it.
+    # accelerator.backward halves the gradient, so two micro-steps make 1, and a step that was left out makes 2.
     told = facts(tmp_path, code, 'import runtime as rt\nplatform = rt.patch_environment("cpu")\n')
     assert told["ours"] == "[-1.0, -2.0, -3.0, -4.0]"
     assert told["guide"] == "[0.0, -2.0, -2.0, -4.0]"
@@ -279,7 +279,7 @@ def test_t12_a_rewritten_cell_is_not_the_code_that_runs(tmp_path, monkeypatch):
 
 
 def test_t13_torchs_own_checkpointing_does_not_work_on_xla(tmp_path):
-    """torch_xla's puts what it recomputes behind a barrier, which keeps XLA from merging it with the first computation."""
+    """torch_xla's puts what it recomputes behind a barrier, so XLA cannot merge it with the first computation."""
     code = """
 import torch, torch_xla, torch.utils.checkpoint as torchs, torch_xla.utils.checkpoint as xlas
 runtime = rt.Runtime("fp32")
@@ -345,7 +345,7 @@ import torch
 import checkpoint as ckpt
 runtime = rt.Runtime("fp32")
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2)
-model, optimizer, loader = runtime.accelerator.prepare(torch.nn.Linear(4, 4), torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]), data)
+model, loader = runtime.accelerator.prepare(torch.nn.Linear(4, 4), data)
 try:
     runtime.accelerator.save_state("state")
     tell("guide", "saved")

@@ -21,11 +21,10 @@ import virtual_tpu
 WORKERS = Path(__file__).with_name("virtual_workers.py")
 
 
-def rehearse(worker: str, *arguments: str, devices: int = 4, patience: float = 3, check: bool = True,
-             timeout: float = 200) -> str:
-    """Launch a worker of virtual_workers.py; its whole output, stdout and stderr together."""
-    environment = clean_environment(VIRTUAL_TPU_DEVICES=str(devices), VIRTUAL_TPU_PATIENCE=str(patience))
-    done = subprocess.run([sys.executable, str(WORKERS), worker, *arguments], env=environment, text=True, timeout=timeout,
+def rehearse(worker: str, check: bool = True) -> str:
+    """Launch a worker of virtual_workers.py on four devices; its whole output, stdout and stderr together."""
+    environment = clean_environment(VIRTUAL_TPU_DEVICES="4", VIRTUAL_TPU_PATIENCE="3")
+    done = subprocess.run([sys.executable, str(WORKERS), worker], env=environment, text=True, timeout=200,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert not check or done.returncode == 0, done.stdout
     return done.stdout
@@ -40,9 +39,9 @@ def marked_line(worker: str, mark: str) -> str:
     return f"{WORKERS.name}:{found + 1}"
 
 
-# ---- what would hang is named ------------------------------------------------------------------------------------------
+# ---- what would hang is named ----------------------------------------------------------------------------------------
 
-#              worker                       odd rank, sync number, what the others did there
+# worker, rank that leaves, sync at which it does
 FAULTS = [("eval_on_rank_0", 0, 4), ("gather_on_rank_0", 0, 2), ("reduce_on_rank_0", 0, 2),
           ("save_that_one_rank_skips", 2, 2), ("stop_by_own_clock", 1, 2), ("branch_by_data", 1, 3),
           ("ragged_on_one_rank", 2, 4)]
@@ -73,7 +72,8 @@ def test_a_rank_that_has_finished_is_reported_as_finished():
 
 def test_a_rank_that_stays_away_is_named_after_the_patience():
     message = only_message(rehearse("stuck", check=False))
-    assert said_of(message, 2).startswith(f"has not come for 3 seconds, it is at {marked_line('stuck', 'the odd one')}")
+    assert said_of(message, 2).startswith("has not come for 3 seconds (VIRTUAL_TPU_PATIENCE sets how many are waited),"
+                                          f" it is at {marked_line('stuck', 'the odd one')}")
     assert said_of(message, 0) == f"came to sync 3 at {marked_line('stuck', 'the others')} in stuck"
 
 
@@ -103,7 +103,7 @@ def said_of(message: str, rank: int) -> str:
     raise AssertionError(f"nothing is said of rank {rank} in:\n{message}")
 
 
-# ---- what is right runs through ----------------------------------------------------------------------------------------
+# ---- what is right runs through --------------------------------------------------------------------------------------
 
 def test_every_rank_has_its_own_random_state():
     output = rehearse("own_random_state")
@@ -126,14 +126,14 @@ def test_names_of_ranks():
     assert virtual_tpu.name_ranks([3]) == "rank 3"
 
 
-# ---- proofs about our own GPT worker, from the programs that XLA was given and torch_xla's counters ----------------------
+# ---- proofs about our own GPT worker, from the programs that XLA was given and torch_xla's counters ------------------
 
 RANKS, STEPS = 8, 40
 SMALL_GPT = dict(T=64, n_layer=2, n_head=2, n_embd=64, tokens_per_step=2048, max_steps=STEPS, warmup_steps=5,
                  clip_norm=0.1, log_every=5, eval_every=20, eval_windows=16, save_every=20)
 
 
-def train_gpt_with_probes(folder: Path, shards: Path, platform: str, devices: int = RANKS, **settings) -> SimpleNamespace:
+def train_gpt_with_probes(folder: Path, shards: Path, platform: str, devices: int = RANKS, **settings):
     """Train in a fresh Python. Returns its log records, the ranks' weight digests, and the programs XLA was given."""
     (folder / "programs").mkdir(parents=True)
     settings = dict(data_folder=str(shards), run_folder=str(folder / "run"), **settings)
@@ -150,13 +150,21 @@ def train_gpt_with_probes(folder: Path, shards: Path, platform: str, devices: in
                 for path in sorted((folder / "programs").glob("*before_optimizations.txt"))}
     shutil.rmtree(folder / "programs")      # tens of megabytes of compiled code
     log = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
-    ranks = [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("rank_*.jsonl"))]
+    ranks = [[json.loads(line) for line in path.read_text().splitlines()]
+             for path in sorted(folder.glob("rank_*.jsonl"))]
     return SimpleNamespace(output=done.stdout, seconds=seconds, log=log, ranks=ranks, programs=programs,
                            training=[r for r in log if "loss" in r], evaluations=[r for r in log if "val_loss" in r])
 
 
-def with_matrix_work(programs: dict) -> list:
-    return [text for text in programs.values() if " dot(" in text]
+def with_matrix_work(run) -> list:
+    """The programs of a micro-step and of an evaluation batch."""
+    return [text for text in run.programs.values() if " dot(" in text]
+
+
+def with_gradient_reduction(run) -> list:
+    """The programs that reduce as many numbers as the model has parameters."""
+    parameters = re.search(r"model: ([\d,]+) parameters", run.output)[1].replace(",", "")
+    return [text for text in run.programs.values() if re.search(rf"f32\[{parameters}\]\S*[^=]* all-reduce\(", text)]
 
 
 def results_of(operation: str, program: str) -> set:
@@ -211,34 +219,40 @@ def test_one_gradient_reduction_a_step_and_no_host_read_between_log_steps(gpt_ru
 
 
 def test_the_gradient_reduction_is_one_buffer_however_many_micro_steps(tmp_path, shards):
-    """Six micro-steps are handed over one by one; gpt_run shows two, which make one program."""
+    """Six micro-steps; gpt_run has two. The same two programs serve both."""
     run = train_gpt_with_probes(tmp_path / "six", shards, "virtual-tpu", devices=2, micro_batch=2, T=16, n_layer=1,
                                 tokens_per_step=2 * 2 * 16 * 6, max_steps=3, eval_every=3, save_every=3)
     assert "6 micro-steps x 2 processes" in run.output
-    reducing = [text for text in with_matrix_work(run.programs) if "all-reduce(" in text]
-    assert len(reducing) == 1 and reducing[0].count(" all-reduce(") == 1
+    assert_two_training_programs_and_one_eval_program(run)
     a, b = run.training[1:]
     assert b["counters"]["all_reduces"] - a["counters"]["all_reduces"] == 2 * (1 + 1)
 
 
-def test_one_training_program_and_one_eval_program_also_across_a_resume(gpt_run):
-    assert len(with_matrix_work(gpt_run.programs)) == 2
-    assert sum(" all-reduce(" in text for text in with_matrix_work(gpt_run.programs)) == 1
+def assert_two_training_programs_and_one_eval_program(run):
+    """One for a micro-step, one that reduces the gradients, in a single all-reduce, and updates the weights."""
+    matrix_work, reducing = with_matrix_work(run), with_gradient_reduction(run)
+    assert len(matrix_work) == 2 and not any(" all-reduce(" in text for text in matrix_work)
+    assert len(reducing) == 1 and reducing[0].count(" all-reduce(") == 1
+
+
+def test_each_training_and_eval_program_is_compiled_once_also_across_a_resume(gpt_run):
+    assert_two_training_programs_and_one_eval_program(gpt_run)
     for launch in ([r for r in gpt_run.training if r["step"] <= 20], [r for r in gpt_run.training if r["step"] > 20]):
         assert len({record["compiles"] for record in launch}) == 1, "something was compiled after the first step"
 
 
 def test_matrix_work_is_bf16_and_everything_that_must_be_exact_is_fp32(gpt_run):
     assert all(rank["dtypes"] == ["torch.float32"] for both in gpt_run.ranks for rank in both)
-    for program in with_matrix_work(gpt_run.programs):
+    for program in with_matrix_work(gpt_run):
         assert results_of("dot", program) == {"bf16"}
         for operation in ("exponential", "log", "rsqrt", "batch-norm-training"):    # softmax, loss, QK-norm, LayerNorm
             assert results_of(operation, program) <= {"f32"}, operation
         assert results_of("exponential", program) and results_of("rsqrt", program) and results_of("log", program)
-        entry = re.findall(r"ROOT [^=]*tuple[^=]*= \((.*?)\) tuple\(", program)[-1]
-        assert "bf16" not in entry, "a bf16 value is carried to the next step"
-    (training,) = [text for text in with_matrix_work(gpt_run.programs) if " all-reduce(" in text]
-    assert results_of("all-reduce", training) == {"f32"}
+    for program in with_matrix_work(gpt_run) + with_gradient_reduction(gpt_run):
+        kept = re.findall(r"ROOT [^=]*tuple[^=]*= \((.*?)\) tuple\(", program)[-1]
+        assert "f32" in kept and "bf16" not in kept, "a bf16 value is carried from one program to the next"
+    (update,) = with_gradient_reduction(gpt_run)
+    assert results_of("all-reduce", update) == {"f32"} and "bf16" not in update
 
 
 def test_nothing_is_compiled_in_200_steps_of_changing_learning_rate(tmp_path, shards):
@@ -247,4 +261,4 @@ def test_nothing_is_compiled_in_200_steps_of_changing_learning_rate(tmp_path, sh
                                 eval_every=200, save_every=200)
     assert len({record["lr"] for record in run.training}) == len(run.training) == 11
     assert len({record["compiles"] for record in run.training}) == 1
-    assert len(with_matrix_work(run.programs)) == 2
+    assert_two_training_programs_and_one_eval_program(run)

@@ -30,7 +30,7 @@ def train_step(runtime, model, optimizer, samples: int = 8):
     return loss.detach()
 
 
-# ---- faulty: each leaves the common path in its own way ---------------------------------------------------------------
+# ---- faulty: each leaves the common path in its own way --------------------------------------------------------------
 
 def eval_on_rank_0():
     import torch
@@ -127,7 +127,7 @@ def raises():
             raise ValueError("this rank's file is broken")                  # HERE the odd one
 
 
-# ---- right: they must run through ----------------------------------------------------------------------------------------
+# ---- right: they must run through ------------------------------------------------------------------------------------
 
 def own_random_state():
     """Equal seeds give equal weights, unequal seeds unequal numbers, and neither disturbs another rank."""
@@ -158,7 +158,7 @@ def meets_in_every_way():
     size, rank = runtime.world_size, runtime.rank
     runtime.accelerator.wait_for_everyone()
     assert xm.rendezvous("words", f"rank {rank}".encode()) == [f"rank {number}".encode() for number in range(size)]
-    mine = torch.tensor([float(rank)]).to(runtime.device)   # one dimension: a 0-d 0 or 1 would be a constant of the program
+    mine = torch.tensor([float(rank)]).to(runtime.device)   # with a dimension: else 0 and 1 would be constants
     assert runtime.accelerator.gather(mine).tolist() == list(range(size))
     assert runtime.accelerator.reduce(mine, "mean").item() == (size - 1) / 2
     assert runtime.all_reduce(mine, "sum").item() == sum(range(size))
@@ -174,7 +174,7 @@ def meets_in_every_way():
     print(f"rank {rank} of {size} met the others", flush=True)
 
 
-# ---- the GPT's own worker, with probes beside it ------------------------------------------------------------------------
+# ---- the GPT's own worker, with probes beside it ---------------------------------------------------------------------
 
 RUNS = {}           # {rank: (model, optimizer)} of the run in this process
 PROBE = {}          # where the probe writes

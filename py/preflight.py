@@ -489,7 +489,7 @@ def read_program(text: str) -> dict:
             row[1] += times
         if instruction.opcode in ("all-reduce", "all-reduce-start"):
             reductions.append(dict(shape=plain_shape(instruction.shape), bytes=shape_bytes(instruction.shape) * times))
-        if "tpu_custom_call" in instruction.rest:
+        if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest:
             kernels[module_of(instruction.op_name)] += times
     return dict(cycles=sum(cycles for cycles, _ in operations.values()), reductions=reductions, kernels=dict(kernels),
                 operations=[dict(name=name, cycles=cycles, count=count)

@@ -516,6 +516,11 @@ class Runtime:
                                  "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op])
         return result / self.world_size if op == "mean" else result
 
+    def number(self, value: float):
+        """A tensor (1,) with this value. Not 0-d: there XLA makes a 0 or a 1 part of the program, another one each time."""
+        import torch
+        return torch.tensor([float(value)]).to(self.device)
+
     def host_values(self, tensor) -> list:
         """Read a small tensor on the host. Ends the program, so only at log steps, and on all ranks alike."""
         self.sync()

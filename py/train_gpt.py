@@ -48,7 +48,7 @@ class TrainConfig:
 
     # the batch
     tokens_per_step: int = 524288       # tokens per optimizer step, over all devices and micro-steps
-    micro_batch: int = 16               # windows that one device takes at a time; micro-steps follow from it
+    micro_batch: int = 8                # windows that one device takes at a time; micro-steps follow from it
 
     # the optimizer
     max_steps: int = 19073              # 10 billion tokens; the learning rate ends here
@@ -215,18 +215,23 @@ def evaluate(model, runtime: rt.Runtime, split, config: TrainConfig) -> float:
     windows = token_data.eval_windows(split, config.eval_windows)
     at_once = config.micro_batch * runtime.world_size
     model.eval()
-    total = torch.zeros(()).to(runtime.device)      # not made on the device: XLA would see a constant in batch one only
+    total = runtime.number(0.0)
     for first in range(0, len(windows), at_once):
         mine = range(first + runtime.rank * config.micro_batch, first + (runtime.rank + 1) * config.micro_batch)
         x, y = on_device(split.windows_at([windows[min(row, len(windows) - 1)] for row in mine]), runtime)
         counts = torch.tensor([float(row < len(windows)) for row in mine]).to(runtime.device)
-        with runtime.autocast():
-            logits = model(x)
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.long().flatten(), reduction="none")
-        total = total + (losses.view(config.micro_batch, -1).mean(1) * counts).sum()
+        total = total + (window_losses(model, runtime, x, y) * counts).sum()
         runtime.sync()
     model.train()
-    return runtime.host_values(runtime.all_reduce(total, "sum")) / len(windows)
+    return runtime.host_values(runtime.all_reduce(total, "sum"))[0] / len(windows)
+
+
+def window_losses(model, runtime: rt.Runtime, x, y):
+    """(B, T), (B, T) -> (B,) mean losses. A function of its own, so that no logits are alive, and kept, at the sync."""
+    with runtime.autocast():
+        logits = model(x)
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.long().flatten(), reduction="none")
+    return losses.view(len(x), -1).mean(1)
 
 
 def on_device(arrays, runtime: rt.Runtime):
@@ -280,7 +285,7 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
                                                    if runtime.is_xla and step == first else ""))
             runtime.seed(config.seed, step, runtime.rank)
             set_learning_rate(optimizer, learning_rate(config, step), runtime.device)
-            loss_sum = torch.zeros(()).to(runtime.device)
+            loss_sum = runtime.number(0.0)
             for micro_step in range(micro_steps):
                 row = (micro_step * runtime.world_size + runtime.rank) * config.micro_batch
                 rows = range(row, row + config.micro_batch)
@@ -295,8 +300,8 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
             step += 1
 
             if step % config.log_every == 0 or step in (first + 1, config.last_step):
-                expired = torch.tensor(float(time.monotonic() > deadline)).to(runtime.device)
-                values = runtime.all_reduce(torch.stack([loss_sum, norm, expired]))    # one clock that has run out stops all
+                expired = runtime.number(time.monotonic() > deadline)
+                values = runtime.all_reduce(torch.cat([loss_sum, norm.view(1), expired]))      # one expired clock stops all
                 loss, grad_norm, out_of_time = runtime.host_values(values)
                 if step == first + 1:
                     speed.start(step)       # the first step compiles; its time says nothing
@@ -379,7 +384,7 @@ def save(config: TrainConfig, runtime: rt.Runtime, model, optimizer, shards, ste
         except OSError as error:
             failure = error
     # The outcome is shared, and doubles as the barrier: one rank that raised alone would leave the others waiting.
-    if runtime.host_values(runtime.all_reduce(torch.tensor(float(failure is not None)).to(runtime.device), "max")):
+    if runtime.host_values(runtime.all_reduce(runtime.number(failure is not None), "max"))[0]:
         raise UserError(f"The checkpoint of step {step} could not be written to {config.run_folder}: {failure or 'see rank 0'}."
                         " Older checkpoints are untouched; make room and resume.")
 

@@ -1,0 +1,330 @@
+"""The preflight: the programs it compiles are the ones torch_xla would run, and what the TPU's compiler says about them.
+
+The figures in golden_preflight.json come from the compiler. When a change to the model, the optimizer or the loop moves
+them on purpose, look at the difference, then write the new ones:  python tests/test_preflight.py
+"""
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+if __name__ != "__main__":
+    from conftest import ROOT, run_script
+else:
+    ROOT = Path(__file__).resolve().parents[1]
+    sys.path.insert(0, str(ROOT / "py"))
+
+import preflight
+
+GOLDEN = Path(__file__).with_name("golden_preflight.json")
+SMALL = dict(preset="tiny", vocab_size=2048, T=256, n_layer=2, n_head=2, n_embd=256, tokens_per_step=65536, micro_batch=8)
+
+missing = [name for name in (*preflight.REQUIRED, "torch_xla") if importlib.util.find_spec(name) is None]
+needs_compiler = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} cannot be had here: the TPU's compiler is a"
+                                    " package for Linux x86-64 (pip install -r requirements-preflight.txt)")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The report on a small model for v5e-8, and the folder with its programs."""
+    folder = tmp_path_factory.mktemp("small")
+    return preflight.preflight("gpt", "v5e-8", SMALL, keep=folder), folder
+
+
+def summary(report: dict) -> dict:
+    """What a change of the code may not move unnoticed. Cycles are the compiler's idea and get a margin."""
+    programs = {}
+    for number, r in enumerate(report["programs"]):
+        programs[f"{number} {r['kind']}"] = dict(
+            per_step=r["per_step"], peak_bytes=round(r["peak_gib"] * preflight.GIB), cycles=r["cycles"], dots=r["dots"],
+            reductions=[one["shape"] for one in r["reductions"]])
+    return dict(libtpu=report["versions"]["libtpu"], training_programs=report["training_programs"],
+                reductions_a_step=report["reductions"], reduced_bytes=report["reduced_bytes"], dtypes=report["dtypes"],
+                programs=programs)
+
+
+# ---- the compiler's figures ------------------------------------------------------------------------------------------
+
+@needs_compiler
+def test_figures_are_the_golden_ones(small):
+    golden, now = json.loads(GOLDEN.read_text()), summary(small[0])
+    hint = "if this change is meant: python tests/test_preflight.py writes the new figures"
+    for name in ("libtpu", "training_programs", "reductions_a_step", "reduced_bytes", "dtypes"):
+        assert now[name] == golden[name], f"{name}; {hint}"
+    assert now["programs"].keys() == golden["programs"].keys(), hint
+    for name, expected in golden["programs"].items():
+        found = now["programs"][name]
+        assert {k: found[k] for k in ("per_step", "dots", "reductions")} == {
+            k: expected[k] for k in ("per_step", "dots", "reductions")}, f"{name}; {hint}"
+        assert found["peak_bytes"] == pytest.approx(expected["peak_bytes"], rel=0.02), f"{name}; {hint}"
+        assert found["cycles"] == pytest.approx(expected["cycles"], rel=0.1), f"{name}; {hint}"
+
+
+@needs_compiler
+def test_weights_and_state_are_fp32_and_products_bf16(small):
+    report = small[0]
+    held = report["dtypes"]
+    assert set(held["parameters"]) == set(held["optimizer state"]) == {"float32"}
+    parameters = held["parameters"]["float32"]
+    assert held["optimizer state"]["float32"] == 2 * parameters
+    micro_step = next(r for r in report["programs"] if r["kind"] == "micro-step")
+    assert micro_step["dots"] and all(name.startswith("bf16 x bf16") for name in micro_step["dots"])
+
+
+@needs_compiler
+def test_all_gradients_are_reduced_once_a_step(small):
+    report = small[0]
+    assert report["reductions"] == 1
+    assert report["reduced_bytes"] == pytest.approx(report["dtypes"]["parameters"]["float32"], abs=64)
+    assert sum(r["per_step"] for r in report["programs"] if r["kind"] == "micro-step") == report["facts"]["micro_steps"] == 4
+
+
+@needs_compiler
+def test_largest_buffers_come_from_the_schedule(small):
+    """The buffers that the schedule shows alive at its peak are what the compiler counts as temporary, within padding."""
+    report, folder = small
+    checked = 0
+    for file in folder.glob("*.hlo.txt"):
+        computations, entry = preflight.read_computations(file.read_text())
+        alive = preflight.largest_at_peak(computations[entry], count=10 ** 6)
+        reported = json.loads((folder / file.name.replace(".txt", ".json")).read_text())
+        if reported["temporary"] < 2 ** 20:
+            continue
+        assert sum(b["bytes"] for b in alive) == pytest.approx(reported["temporary"] + reported["outputs"]
+                                                               - reported["aliased"], rel=0.5), file
+        checked += 1
+    assert checked
+
+
+@needs_compiler
+def test_table_names_modules_and_says_estimate(small):
+    text = preflight.show(small[0])
+    assert "an estimate by the TPU compiler, not a measurement" in text
+    for expected in ("tokens/s", "MFU", "fits", "model.blocks.*.attn", "(backward)", "bf16 x bf16", "1 reduction of"):
+        assert expected in text, text
+
+
+@needs_compiler
+def test_running_out_of_memory_is_a_result(capsys):
+    report = preflight.preflight("gpt", "v5e-8", {**SMALL, "n_layer": 1, "n_head": 1, "n_embd": 128, "T": 1024,
+                                                  "vocab_size": 50304, "micro_batch": 256, "tokens_per_step": 2097152})
+    assert not report["fits"] and report["peak_gib"] > report["memory_limit_gib"] == 15.75
+    assert any("50304" in b["shape"] for b in report["largest"]) if "largest" in report else report["programs"]
+    assert "DOES NOT FIT" in preflight.show(report)
+
+
+@needs_compiler
+@pytest.mark.parametrize("chip", ["v5e-1", "v6e-1"])
+def test_a_single_chip_reduces_nothing(chip):
+    report = preflight.preflight("gpt", chip, dict(preset="tiny"), evaluation=False)
+    assert report["fits"] and report["reductions"] == 0 and report["step_ms"] > 0
+
+
+@needs_compiler
+def test_the_mlp_goes_through_the_same_door():
+    report = preflight.preflight("mlp", "v5e-8", {})
+    assert report["fits"] and report["reductions"] == 1 and report["training_programs"] == 1
+    assert "mlp" in preflight.show(report)
+
+
+# ---- are they the programs that would run? ---------------------------------------------------------------------------
+
+REAL_RUN = """
+    import os, sys
+    os.environ["XLA_FLAGS"] = "--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=NONE"
+    from pathlib import Path
+    import preflight
+    preflight.rt.patch_environment("xla-cpu")
+    os.environ["XLA_ALWAYS_ALLREDUCE"] = "1"
+
+    class EightReplicas(preflight.rt.Runtime):
+        def __init__(self, precision="auto", processes=0):
+            super().__init__(precision)
+            self.world_size = 8
+        def check_replicas(self, tensors, when):
+            pass
+
+    settings = dict(preset="tiny", tokens_per_step=4096, stop_at=2, max_steps=2, eval_every=9, save_every=9, sample_tokens=0)
+    Path("run").mkdir()
+    worker, arguments, facts = preflight.gpt_template(settings, preflight.CHIPS["v5e-8"], Path("run"))
+    preflight.rt.Runtime = EightReplicas
+    import train_gpt
+    train_gpt.save = lambda *rest: None
+    worker(*arguments)
+"""
+
+
+def interface(header: str) -> tuple:
+    """(inputs, outputs, donated inputs) of an HLO module, each as a sorted list of shapes."""
+    layout = re.sub(r"/\*.*?\*/|\{[0-9,]*\}", "", re.search(r"entry_computation_layout=\{(.*)\}", header)[1])
+    inputs, outputs = (re.findall(r"\w+\[[0-9,]*\]", part) for part in layout.split(")->"))
+    donors = re.search(r"buffer_donor=\{ (.*?) \}, entry", header)
+    donated = [inputs[int(number)] for number in re.findall(r"\((\d+), ", donors[1])] if donors else []
+    return sorted(inputs), sorted(outputs), sorted(donated)
+
+
+@needs_compiler
+def test_programs_are_those_that_torch_xla_runs(tmp_path):
+    """Inputs, outputs and donated buffers of every training program, against the modules torch_xla hands to XLA."""
+    run_script(REAL_RUN.format(dump=tmp_path / "dump"), tmp_path)
+    real = [interface(file.read_text().split("\n", 1)[0]) for file in (tmp_path / "dump").glob("*before_optimizations.txt")]
+    traced = run_script("""
+        import json, sys
+        from pathlib import Path
+        import preflight
+        preflight.trace(dict(template="gpt", chip="v5e-8", names=True,
+                             settings=dict(preset="tiny", tokens_per_step=4096)), Path("."))
+        from jax._src.lib import xla_client
+        programs = json.loads(Path("programs.json").read_text())["programs"]
+        for p in programs:
+            p["header"] = xla_client.XlaComputation(Path(p["file"]).read_bytes()).as_hlo_text().split("\\n", 1)[0]
+        Path("traced.json").write_text(json.dumps(programs))
+    """, tmp_path)
+    assert "Traceback" not in traced.stdout
+    programs = [p for p in json.loads((tmp_path / "traced.json").read_text()) if p["per_step"] or p["kind"] == "evaluation"]
+    assert {p["kind"] for p in programs} == {"micro-step", "optimizer step", "evaluation"}
+    for p in programs:
+        layout = re.sub(r"/\*.*?\*/|\{[0-9,]*\}", "", re.search(r"entry_computation_layout=\{(.*)\}", p["header"])[1])
+        order = re.findall(r"\w+\[[0-9,]*\]", layout.split(")->")[0])
+        inputs, outputs, _ = interface(p["header"])
+        assert (inputs, outputs, sorted(order[n] for n in p["donated"])) in real, p["kind"]
+
+
+@needs_compiler
+def test_names_change_nothing(tmp_path):
+    """The module names that the table shows are annotations: without them the programs are the same."""
+    done = run_script("""
+        import json, re, subprocess, sys
+        from pathlib import Path
+        import preflight
+        def programs(names):
+            folder = Path(f"names_{names}")
+            folder.mkdir()
+            preflight.run_child("trace", dict(template="gpt", chip="v5e-8", names=names,
+                                settings=dict(preset="tiny", tokens_per_step=2048)), folder, print)
+            from jax._src.lib import xla_client
+            listed = json.loads((folder / "programs.json").read_text())["programs"]
+            texts = [xla_client.XlaComputation((folder / p["file"]).read_bytes()).as_hlo_text() for p in listed]
+            return texts, [re.sub(r", metadata=\\{[^}]*\\}", "", text) for text in texts]
+        named, plain = programs(True), programs(False)
+        assert named[1] == plain[1] and len(named[1]) >= 4
+        assert any("blocks.1" in text and "_backward" in text for text in named[0])
+        assert not any("blocks.1" in text for text in plain[0])
+    """, tmp_path)
+    assert done.returncode == 0
+
+
+# ---- mistakes and small parts ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("arguments, expected", [
+    (["--chip", "v9"], "chip='v9' is not known: use v5e-8, v5e-1, v6e-1."),
+    (["--template", "cnn"], "template='cnn' is not known"),
+    (["--micro_bach", "4"], "did you mean 'micro_batch'?"),
+    (["--template", "mlp", "--search"], "--search varies micro_batch"),
+    (["--template", "mlp", "--width", "4"], "the settings of mlp are"),
+])
+def test_wrong_arguments_end_with_one_sentence(arguments, expected):
+    with pytest.raises(preflight.UserError, match=re.escape(expected)):
+        preflight.parse_arguments(arguments)
+
+
+@needs_compiler
+def test_a_wrong_setting_is_told_by_the_template(tmp_path):
+    done = run_script(f"""
+        import subprocess, sys
+        done = subprocess.run([sys.executable, {str(ROOT / "py" / "preflight.py")!r}, "--preset", "tiny", "--micro_batch", "3"],
+                              capture_output=True, text=True)
+        assert done.returncode == 2, done
+        print(done.stderr)
+    """, tmp_path)
+    assert "UserError: tokens_per_step=256 is 8 windows" in done.stdout and "Traceback" not in done.stdout
+
+
+def test_missing_compiler_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(preflight.rt, "installed_version", lambda name: None if name == "libtpu" else "1")
+    with pytest.raises(preflight.UserError, match="preflight needs libtpu, not installed here: pip install -r"):
+        preflight.preflight("gpt", "v5e-8", {})
+
+
+OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 57.41G of 15.75G \
+hbm. Exceeded hbm capacity by 41.66G.
+
+  Largest program allocations in hbm:
+
+  1. Size: 1.54G
+     Operator: op_name="model.157/aten__mm" source_file="gpt.py" source_line=130 source_end_line=130
+     Shape: bf16[16,1024,50304]{2,1,0:T(8,128)(2,1)}
+     Unpadded size: 1.54G
+     ==========================
+
+  2. Size: 768.00M
+     Operator: op_name="model.153/blocks.0.4/attn.2/aten__softmax" source_file="functional.py" source_line=2133
+     Shape: f32[192,1024,1024]{1,2,0:T(8,128)}
+     Unpadded size: 768.00M
+"""
+
+
+def test_out_of_memory_report_is_read():
+    found = preflight.read_out_of_memory(OUT_OF_MEMORY)
+    assert (found["needed_gib"], found["limit_gib"]) == (57.41, 15.75)
+    assert [b["module"] for b in found["largest"]] == ["model", "model.blocks.*.attn"]
+    assert found["largest"][1] == dict(bytes=768 * 2 ** 20, module="model.blocks.*.attn", shape="f32[192,1024,1024]")
+    assert preflight.read_out_of_memory("INTERNAL: something else") is None
+
+
+PROGRAM = """HloModule jit, is_scheduled=true
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  %inner = f32[8]{0} fusion(%p), kind=kLoop, calls=%f, metadata={op_name="model.3/blocks.1.4/mlp.2/aten__mul"}, \
+backend_config={"estimated_cycles":"10"}
+  ROOT %t = (s32[], f32[8]) tuple(%p, %inner)
+}
+
+ENTRY %main (a: f32[1024]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %loop = (s32[], f32[8]) while(%a), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+  %big = f32[1024,1024]{1,0} fusion(%a), kind=kLoop, calls=%f, metadata={op_name="model.3/aten__mm"}, \
+backend_config={"estimated_cycles":"100"}
+  %small = f32[1024]{0} fusion(%big), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"5"}
+  %sum = f32[1024]{0} all-reduce(%small), replica_groups={}, to_apply=%add
+  %late = f32[512]{0} fusion(%sum), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"1"}
+  ROOT %out = f32[1024]{0} fusion(%late), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"1"}
+}
+"""
+
+
+def test_a_scheduled_program_is_read():
+    found = preflight.read_program(PROGRAM)
+    assert found["cycles"] == 7 * 10 + 100 + 5 + 1 + 1
+    assert found["operations"][:2] == [dict(name="model mm", cycles=100, count=1),
+                                       dict(name="model.blocks.*.mlp mul", cycles=70, count=7)]
+    assert found["reductions"] == [dict(shape="f32[1024]", bytes=4096)]
+    assert found["largest"][0] == dict(bytes=4 * 2 ** 20, module="model", shape="f32[1024,1024]")
+    assert len(found["largest"]) == 2       # the sum and what follows are born after the fullest moment
+
+
+def test_donated_arguments_are_marked():
+    mlir = ('func.func public @main(%arg0: tensor<4xf32>, %arg1: tensor<2x4xbf16> {mhlo.sharding = "{replicated}"}, '
+            '%arg2: tensor<f32>) -> (tensor<4xf32>) {')
+    marked = preflight.mark_donated(mlir, {0, 1})
+    assert marked.count("jax.buffer_donor = true") == 2
+    assert "%arg0: tensor<4xf32> {jax.buffer_donor = true}" in marked and "%arg2: tensor<f32>)" in marked
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.timeout(1800)
+def test_gpt2_124m_fits_a_v5e(tmp_path):
+    """Minutes. pytest -m slow"""
+    report = preflight.preflight("gpt", "v5e-8", dict(preset="gpt2-124m"), print)
+    assert report["fits"] and report["peak_gib"] <= 14.5 and report["tokens_per_second"] > 400_000
+
+
+if __name__ == "__main__":
+    figures = summary(preflight.preflight("gpt", "v5e-8", SMALL, print))
+    GOLDEN.write_text(json.dumps(figures, indent=1) + "\n")
+    print(f"wrote {GOLDEN}")

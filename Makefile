@@ -1,4 +1,5 @@
 # make demo        train a small GPT on this machine's Python standard library, in minutes
+# make rehearse    the TPU path of a small GPT on eight virtual devices, with a resume, in minutes
 # make test        everything that is checked
 # make notebooks   build the notebooks from their .py twins and py/; fails when a committed one differs
 # make owner OWNER=name/repository   point the badges at your fork
@@ -8,12 +9,19 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 DEMO ?= runs/demo
 
-.PHONY: demo test notebooks owner clean
+.PHONY: demo rehearse test notebooks owner clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
 	$(RUN) data_prep/prepare.py stdlib --out data/stdlib --encoding bytes --max-bytes 12000000
 	$(RUN) py/train_gpt.py --preset demo --platform cpu --data_folder data/stdlib --run_folder $(DEMO)
+
+rehearse: $(VENV)/.ready
+	$(RUN) data_prep/prepare.py stdlib --out data/stdlib --encoding bytes --max-bytes 12000000
+	rm -rf runs/rehearsal
+	$(RUN) py/train_gpt.py --preset tiny --platform virtual-tpu --data_folder data/stdlib --run_folder runs/rehearsal \
+		--tokens_per_step 2048 --max_steps 40 --stop_at 20 --save_every 20 --eval_every 20 --log_every 5
+	$(RUN) py/resume_gpt.py --source runs/rehearsal --platform virtual-tpu
 
 test: $(VENV)/.test-ready
 	$(RUN) notebooks/build.py --check

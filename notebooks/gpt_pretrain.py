@@ -33,6 +33,7 @@ DATA = "auto"               # a folder of token shards, or text files and folder
 ENCODING = "auto"           # for text: gpt2, bytes, or auto (bytes on a CPU or where GPT-2's vocabulary is not at hand)
 SETTINGS = dict(
     preset="auto",          # gpt2-124m on TPU and GPU, demo on a CPU; gpt2-124m-tpu has 6 heads of 128
+    platform="auto",        # auto, tpu, gpu, cpu; virtual-tpu rehearses eight TPU devices on a CPU
     run_folder="runs/gpt",  # an existing run is never overwritten: the next one goes to runs/gpt-2
     # max_steps=2000,       # shorter; 19073 steps are 10 billion tokens
 )
@@ -54,13 +55,13 @@ if "__file__" in globals():     # run as a script from the repository; in a note
 
 import runtime
 
-platform = runtime.patch_environment(SETTINGS.get("platform", "auto"))
+platform = runtime.patch_environment(SETTINGS["platform"])
 runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU images; nothing else is installed
 
 # %% [markdown]
 # ## Modules
 #
-# Six folded cells, one concept each: open them to read, edit them to change.
+# Folded cells, one concept each: open them to read, edit them to change.
 
 # %%
 # %%writefile gpt.py
@@ -73,6 +74,12 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 
 # %%
 # %%writefile telemetry.py
+
+# %% [markdown]
+# Eight virtual TPU devices, used only with the platform `virtual-tpu`, a rehearsal on a CPU:
+
+# %%
+# %%writefile virtual_tpu.py
 
 # %% [markdown]
 # Text to token shards, needed only where there are none yet:
@@ -102,7 +109,7 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 
 # %%
 prepare = runtime.load_fresh("prepare")
-shards = prepare.find_or_prepare(DATA, ENCODING, small_model=platform.name == "cpu")
+shards = prepare.find_or_prepare(DATA, ENCODING, small_model=platform.name not in ("tpu", "gpu"))
 
 # %% [markdown]
 # ## Launch

@@ -24,6 +24,7 @@
 SOURCE = None               # None: the unfinished run that got furthest, in runs/ or in a Kaggle input; or a folder
 DATA = None                 # None: the shards the run was trained on, where they were; or their folder today
 CHANGES = dict(
+    # platform="virtual-tpu",   # rehearse on eight virtual TPU devices
     # save_every=100,       # what leaves the course of the training alone may change; anything else is refused
 )
 
@@ -65,6 +66,12 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 
 # %%
 # %%writefile train_gpt.py
+
+# %% [markdown]
+# Eight virtual TPU devices, used only with the platform `virtual-tpu`, a rehearsal on a CPU:
+
+# %%
+# %%writefile virtual_tpu.py
 
 # %% [markdown]
 # ## The resume script

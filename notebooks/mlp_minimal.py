@@ -22,7 +22,7 @@
 # %%
 STEPS = 200             # optimizer steps
 BATCH = 512             # samples per optimizer step, over all devices
-PLATFORM = "auto"       # auto, tpu, gpu, cpu; xla-cpu runs the TPU's programs on a CPU
+PLATFORM = "auto"       # auto, tpu, gpu, cpu; virtual-tpu rehearses eight TPU devices on a CPU
 PROCESSES = 0           # 0: all devices. On a CPU, 2 shows two processes training as one
 
 # %% [markdown]
@@ -44,6 +44,12 @@ if "__file__" in globals():     # run as a script from the repository; in a note
 import runtime
 
 platform = runtime.patch_environment(PLATFORM)
+
+# %% [markdown]
+# Eight virtual TPU devices, used only with the platform `virtual-tpu`, a rehearsal on a CPU:
+
+# %%
+# %%writefile virtual_tpu.py
 
 # %% [markdown]
 # ## The training script

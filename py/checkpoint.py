@@ -9,19 +9,26 @@ A run folder holds `step_00001234/` folders (the newest few) and `best/`, each w
 
 Nothing in it depends on the number of processes or on the device.
 """
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from runtime import UserError
 
 FORMAT_VERSION = 1
+BYTES_PER_PARAMETER = 12        # the weight and AdamW's two averages, fp32
 MANIFEST, STATE, MODEL, OPTIMIZER = "manifest.json", "state.json", "model.safetensors", "optimizer.safetensors"
 
 
@@ -48,25 +55,23 @@ def step_folder(step: int) -> str:
 
 
 def save(folder: str | Path, name: str, step: int, model: dict, optimizer: dict, state: dict) -> Path:
-    """Write a checkpoint as `folder/name`, replacing one of that name only once the new one is complete.
+    """Write a checkpoint as `folder/name`, replacing one of that name only once the new one is complete and verified.
 
-    model, optimizer: {name: CPU tensor}. state: plain JSON values. Raises OSError when the disk refuses; whatever was in
-    `folder` before is then still there.
+    model, optimizer: {name: CPU tensor}. state: plain JSON values. Raises OSError when the disk refuses, or gives back
+    other bytes than it was given; whatever was in `folder` before is then still there.
     """
     folder = Path(folder)
     partial, target, old = (folder / f"{prefix}{name}" for prefix in (".partial_", "", ".old_"))
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    tidy(folder)
     partial.mkdir(parents=True)
     try:
-        save_file(model, partial / MODEL)
-        save_file(optimizer, partial / OPTIMIZER)
-        (partial / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
-        files = {file: describe(partial / file) for file in (MODEL, OPTIMIZER, STATE)}
-        (partial / MANIFEST).write_text(json.dumps({"version": FORMAT_VERSION, "step": step, "files": files}, indent=1))
-        for file in (*files, MANIFEST):
-            flush_to_disk(partial / file)
+        files = {MODEL: save_file(model, partial / MODEL), OPTIMIZER: save_file(optimizer, partial / OPTIMIZER),
+                 STATE: save_text(json.dumps({"step": step, **state}, indent=1), partial / STATE)}
+        save_text(json.dumps({"version": FORMAT_VERSION, "step": step, "files": files}, indent=1), partial / MANIFEST)
         flush_to_disk(partial)
+        reason = what_is_wrong(partial)
+        if reason:
+            raise OSError(errno.EIO, f"read back after writing, {reason}")
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -77,11 +82,22 @@ def save(folder: str | Path, name: str, step: int, model: dict, optimizer: dict,
 def copy(source: str | Path, folder: str | Path, name: str) -> Path:
     """Put a complete checkpoint also at `folder/name`, by hard links where the file system has them: no second copy."""
     partial, target, old = (Path(folder) / f"{prefix}{name}" for prefix in (".partial_", "", ".old_"))
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    tidy(folder)
     shutil.copytree(source, partial, copy_function=_link_or_copy)
     _put_in_place(partial, target, old)
     return target
+
+
+def tidy(folder: str | Path) -> None:
+    """Remove what cut-off saves left in a run folder; a complete one that was cut off between two renames comes back."""
+    for partial in Path(folder).glob(".partial_*"):
+        shutil.rmtree(partial, ignore_errors=True)
+    for old in Path(folder).glob(".old_*"):
+        target = old.with_name(old.name.removeprefix(".old_"))
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(old, target)
 
 
 def _link_or_copy(source, target):
@@ -99,6 +115,42 @@ def _put_in_place(partial: Path, target: Path, old: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+
+
+def save_file(tensors: dict, path: Path) -> dict:
+    """Write {name: CPU tensor} as a safetensors file, down to the disk; returns its {'bytes', 'sha256'}.
+
+    The hash is that of the memory, taken on the way: a disk that writes something else cannot go unseen. The library's
+    own writer gives no such hash, and reports a full disk as an error of a class of its own. Raises OSError.
+    """
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)         # the format asks for tensors that begin at a multiple of eight
+    parts = (tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values())
+    return _write(path, len(text).to_bytes(8, "little"), text, *parts)
+
+
+def save_text(text: str, path: Path) -> dict:
+    """Write a text file, down to the disk; returns its {'bytes', 'sha256'}. Raises OSError."""
+    return _write(path, text.encode())
+
+
+def _write(path: Path, *parts) -> dict:
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for part in parts:
+            digest.update(part)
+            file.write(part)
+            size += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
 def describe(path: Path) -> dict:
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -108,7 +160,7 @@ def describe(path: Path) -> dict:
 
 
 def flush_to_disk(path: Path) -> None:
-    """fsync a file or a folder: a rename may otherwise reach the disk before the data it names."""
+    """fsync a folder: a rename may otherwise reach the disk before the names it speaks of."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -165,17 +217,127 @@ def find_newest(run_folder: str | Path, report=print) -> Checkpoint | None:
 
 
 def remove_old(run_folder: str | Path, keep: int) -> None:
-    """Keep the `keep` newest complete steps. Call it after a save, never before."""
-    finished = sorted(p for p in Path(run_folder).glob("step_*") if (p / MANIFEST).exists())
-    for path in finished[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove the steps before the `keep` newest good ones, each verified now. Call it after a save, never before.
+
+    A damaged one counts for nothing: otherwise it would take the place of a good one.
+    """
+    newest_first = sorted((p for p in Path(run_folder).glob("step_*") if re.fullmatch(r"step_\d{8,}", p.name)), reverse=True)
+    good = 0
+    for path in newest_first:
+        if good >= keep:
+            shutil.rmtree(path, ignore_errors=True)
+        elif what_is_wrong(path) is None:
+            good += 1
+
+
+# ---- room, and one run a folder ------------------------------------------------------------------------------------------
+
+def require_room(run_folder: str | Path, parameters: int, keep: int) -> None:
+    """Raise UserError unless the disk has room for all that a run writes: `keep` steps, the best, and one in progress.
+
+    What the folder already holds counts as written. The folder need not exist yet.
+    """
+    one = BYTES_PER_PARAMETER * parameters
+    needed = max(one, one * (keep + 2) - bytes_held(run_folder))
+    free = free_bytes(run_folder)
+    if free < needed:
+        raise UserError(f"{run_folder} needs {size_text(needed)} for {keep + 2} checkpoints of {size_text(one)} ({keep} to"
+                        f" keep, the best, one in progress), and only {size_text(free)} are free there: make room, or give a"
+                        " run_folder on a larger disk.")
+
+
+def free_bytes(folder: str | Path) -> int:
+    """What may still be written below a folder, which need not exist."""
+    folder = Path(folder).resolve()
+    return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+
+
+def bytes_held(run_folder: str | Path) -> int:
+    """Bytes of the checkpoints in a run folder; files that share their content by hard links count once."""
+    files = [p.stat() for name in ("step_*", "best") for p in Path(run_folder).glob(f"{name}/*") if p.is_file()]
+    return sum({stat.st_ino: stat.st_size for stat in files}.values())
+
+
+def size_text(size: float) -> str:
+    """1493000000 -> '1.49 GB', 480000 -> '0.5 MB'."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+@contextlib.contextmanager
+def only_run_in(run_folder: str | Path):
+    """Hold the run folder for one run. Raises UserError when another one, on this machine, is training in it.
+
+    The system lets the lock go when the last process of the run is gone, however it ended.
+    """
+    with (Path(run_folder) / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"Another run is training in {run_folder}: wait for its end, or give another run_folder.") from None
+        except OSError:
+            pass        # a file system without locks: nothing is lost but this check
+        yield
+
+
+# ---- writing beside the training -------------------------------------------------------------------------------------------
+
+class Writer:
+    """Runs one job at a time in a thread, beside the training. On all but the main process it does nothing.
+
+    with Writer(is_main) as writer:
+        writer.start(save, ...)     # waits for the job before, if it still runs; the arguments must not change any more
+        writer.wait()               # afterwards all is on disk, or `failure` says why not
+
+    A failure stays until the run ends: `failure_code` is a number, so that a reduction can carry it to all ranks.
+    """
+
+    def __init__(self, active: bool = True, clock=time.monotonic):
+        self.active, self.clock = active, clock
+        self.failure, self.thread, self.started = None, None, clock()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.wait()
+
+    def start(self, job, *arguments) -> None:
+        if self.active:
+            self.wait()
+            self.started = self.clock()
+            self.thread = threading.Thread(target=self._run, args=(job, *arguments), name="checkpoint writer")
+            self.thread.start()
+
+    def wait(self) -> None:
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+
+    def is_due(self, minutes: float) -> bool:
+        """Whether the last job began `minutes` ago or earlier; never for 0."""
+        return self.active and 0 < 60 * minutes <= self.clock() - self.started
+
+    def failure_code(self) -> int:
+        """0: none. Otherwise the system's error number, or 255 for an error that has none."""
+        return (getattr(self.failure, "errno", None) or 255) if self.failure else 0
+
+    def _run(self, job, *arguments) -> None:
+        try:
+            job(*arguments)
+        except BaseException as error:
+            self.failure = error
 
 
 # ---- a model and an optimizer, to and from plain CPU tensors -----------------------------------------------------------
 
 def model_tensors(model) -> dict:
     """{name: fp32 CPU copy} of every parameter of the innermost module, in one place whatever wraps it."""
-    return {name: p.detach().cpu().float().clone().contiguous() for name, p in unwrap(model).named_parameters()}
+    return {name: host_copy(p, torch.float32) for name, p in unwrap(model).named_parameters()}
+
+
+def host_copy(tensor, dtype=None):
+    """A copy on the CPU that later training steps leave alone: exactly one, wherever the tensor lies."""
+    return tensor.detach().to("cpu", dtype or tensor.dtype, copy=True).contiguous()
 
 
 def unwrap(model):
@@ -203,7 +365,7 @@ def load_model(model, tensors: dict) -> None:
 def optimizer_tensors(optimizer, model) -> dict:
     """{'<kind>/<name>': CPU copy} of the optimizer's state, under the parameters' names instead of their numbers."""
     names = {id(p): name for name, p in unwrap(model).named_parameters()}
-    return {f"{kind}/{names[id(p)]}": value.detach().cpu().clone().contiguous()
+    return {f"{kind}/{names[id(p)]}": host_copy(value)
             for p, state in optimizer.state.items() for kind, value in state.items()}
 
 

@@ -515,7 +515,10 @@ def executed(computations: dict, name: str, times: int = 1):
 def module_of(op_name: str) -> str:
     """'model.blocks.*.attn.c_proj' from torch_xla's 'model.33/blocks.0.4/attn.2/c_proj.5/aten__addmm'."""
     parts = [re.sub(r"\.\d+$", "", part) for part in op_name.split("/")[:-1]]
-    path = ".".join(part for part in parts if not re.match(r"(aten|xla|prim)__", part))
+    parts = [part for part in parts if not re.match(r"(aten|xla|prim)__", part)]
+    if any("(" in part for part in parts):      # from here on a JAX function's own names, one of them very long
+        parts = parts[:next(number for number, part in enumerate(parts) if "(" in part)]
+    path = ".".join(parts)
     path = path.removesuffix(BACKWARD) + " (backward)" if path.endswith(BACKWARD) else path
     return re.sub(r"\.\d+(?=[. ]|$)", ".*", path)
 
@@ -741,17 +744,18 @@ def estimate(chip: Chip, facts: dict, reports: list) -> dict:
                     for name, (ms, count) in sorted(operations.items(), key=lambda item: -item[1][0])[:10]])
 
 
-KERNEL_EFFICIENCY = 0.4      # of the peak, for flash attention at T=1024: an assumption, stated wherever it is used
+KERNEL_EFFICIENCY = 0.4      # of the peak with heads of 128: an assumption about flash attention, stated where it is used
 
 
 def kernel_milliseconds(chip: Chip, facts: dict) -> float:
     """Time of the attention kernels of a step, on which the compiler has no opinion, from their flops.
 
     Causal attention does half of 4 T C flops a token and layer forward and, computing the scores again, 2.5 times that
-    backward.
+    backward. Narrower heads leave a part of the 128 wide matrix unit empty.
     """
     per_token = 3.5 * 2 * facts["n_layer"] * facts["n_embd"] * facts["T"]
-    return per_token * facts["tokens_per_step"] / chip.replicas / (chip.peak_flops * KERNEL_EFFICIENCY) * 1e3
+    used = KERNEL_EFFICIENCY * min(1.0, facts["n_embd"] / facts["n_head"] / 128)
+    return per_token * facts["tokens_per_step"] / chip.replicas / (chip.peak_flops * used) * 1e3
 
 
 def all_reduce_milliseconds(chip: Chip, size: int) -> float:
@@ -781,7 +785,7 @@ def show_speed(report: dict, chip: Chip) -> list:
              f" {chip.link_bytes / 1e9:.0f} GB/s a link and way"]
     if report["kernel_ms"]:
         lines.append(f"  kernels  {report['kernel_ms']:.1f} ms of it in attention kernels, which the compiler does not time:"
-                     f" their flops at {KERNEL_EFFICIENCY:.0%} of the peak")
+                     f" their flops at {KERNEL_EFFICIENCY:.0%} of the peak, less for heads narrower than 128")
     return lines
 
 

@@ -71,7 +71,7 @@ def continued_config(newest: ckpt.Checkpoint, run: Path, changes: dict) -> train
     return train_gpt.TrainConfig(**{**saved, **where, **changes})
 
 
-def resume(source: str | Path | None = None, platform: rt.Platform | None = None, **changes) -> Path:
+def resume(source: str | Path | None = None, platform: rt.Platform | None = None, /, **changes) -> Path:
     """Find, verify, continue. Returns the run folder.
 
     source: a run folder or a folder above runs; None for the usual places. A run in a read-only place (the output of an

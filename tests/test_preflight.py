@@ -20,7 +20,7 @@ else:
 import preflight
 
 GOLDEN = Path(__file__).with_name("golden_preflight.json")
-SMALL = dict(preset="tiny", vocab_size=2048, T=256, n_layer=2, n_head=2, n_embd=256, tokens_per_step=65536, micro_batch=8)
+SMALL = dict(preset="tiny", vocab_size=1024, T=128, n_layer=2, n_head=2, n_embd=128, tokens_per_step=32768, micro_batch=8)
 
 missing = [name for name in (*preflight.REQUIRED, "torch_xla") if importlib.util.find_spec(name) is None]
 needs_compiler = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} cannot be had here: the TPU's compiler is a"

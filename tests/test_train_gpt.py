@@ -310,7 +310,9 @@ def test_a_killed_run_resumes_to_the_same_end(shards, tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert ckpt.find_newest(tmp_path / "killed").step < 30, "the kill came too late to test anything"
-    assert_identical(outcome(resume_gpt.resume(tmp_path / "killed", CPU, sample_tokens=0)), straight)
+    subprocess.run([sys.executable, ROOT / "py/resume_gpt.py", "--source", "killed", "--platform", "cpu", "--processes", "1",
+                    "--sample_tokens", "0"], cwd=tmp_path, env=clean_environment(), check=True)
+    assert_identical(outcome(tmp_path / "killed"), straight)
 
 
 def test_saved_by_two_continued_by_one_stays_close(shards, tmp_path):

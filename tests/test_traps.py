@@ -21,7 +21,7 @@ TWO_RANKS = 'import runtime as rt\nplatform = rt.patch_environment("virtual-tpu"
 def facts(tmp_path, code: str, prelude: str = "", **environment) -> dict:
     """Run code; its lines `name = value`, printed by the function `tell`, as {name: value as text}."""
     tell = 'def tell(name, value):\n    print(f"FACT {name} = {value}", flush=True)\n'
-    output = run_script(prelude + tell + code, tmp_path, VIRTUAL_TPU_DEVICES="2", VIRTUAL_TPU_PATIENCE="5",
+    output = run_script(prelude + tell + code, tmp_path, VIRTUAL_TPU_DEVICES="2", VIRTUAL_TPU_PATIENCE="20",
                         **environment).stdout
     return dict(re.findall(r"FACT (.*?) = (.*?)(?=FACT |$)", output, re.MULTILINE))     # ranks may share a line
 

@@ -21,9 +21,9 @@ import virtual_tpu
 WORKERS = Path(__file__).with_name("virtual_workers.py")
 
 
-def rehearse(worker: str, check: bool = True) -> str:
+def rehearse(worker: str, check: bool = True, patience: int = 20) -> str:
     """Launch a worker of virtual_workers.py on four devices; its whole output, stdout and stderr together."""
-    environment = clean_environment(VIRTUAL_TPU_DEVICES="4", VIRTUAL_TPU_PATIENCE="3")
+    environment = clean_environment(VIRTUAL_TPU_DEVICES="4", VIRTUAL_TPU_PATIENCE=str(patience))
     done = subprocess.run([sys.executable, str(WORKERS), worker], env=environment, text=True, timeout=200,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert not check or done.returncode == 0, done.stdout
@@ -71,8 +71,8 @@ def test_a_rank_that_has_finished_is_reported_as_finished():
 
 
 def test_a_rank_that_stays_away_is_named_after_the_patience():
-    message = only_message(rehearse("stuck", check=False))
-    assert said_of(message, 2).startswith("has not come for 3 seconds (VIRTUAL_TPU_PATIENCE sets how many are waited),"
+    message = only_message(rehearse("stuck", check=False, patience=6))
+    assert said_of(message, 2).startswith("has not come for 6 seconds (VIRTUAL_TPU_PATIENCE sets how many are waited),"
                                           f" it is at {marked_line('stuck', 'the odd one')}")
     assert said_of(message, 0) == f"came to sync 3 at {marked_line('stuck', 'the others')} in stuck"
 
@@ -200,7 +200,7 @@ def test_all_ranks_end_with_equal_weights_after_accumulation_and_clipping(gpt_ru
 
 
 def test_losses_are_those_of_one_device_at_the_same_global_batch(gpt_run, gpt_on_one_device):
-    """bf16 matrix work rounds differently in batches of 2 and of 16 windows; the measured difference is up to 2e-4."""
+    """bf16 matrix work rounds differently in batches of 2 and of 16 windows; measured, they differ by up to 3e-4."""
     for kind in ("loss", "val_loss"):
         many, one = ({r["step"]: r[kind] for r in run.log if kind in r} for run in (gpt_run, gpt_on_one_device))
         shared = sorted(set(many) & set(one))

@@ -1,6 +1,7 @@
 # make demo        train a small GPT on this machine's Python standard library, in minutes
 # make rehearse    the TPU path of a small GPT on eight virtual devices, with a resume, in minutes
 # make test        everything that is checked
+# make test-2.8    the TPU's tests on torch_xla 2.8.0, the version of Kaggle's image
 # make notebooks   build the notebooks from their .py twins and py/; fails when a committed one differs
 # make owner OWNER=name/repository   point the badges at your fork
 
@@ -9,7 +10,7 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 DEMO ?= runs/demo
 
-.PHONY: demo rehearse test notebooks owner clean
+.PHONY: demo rehearse test test-2.8 notebooks owner clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -26,6 +27,9 @@ rehearse: $(VENV)/.ready
 test: $(VENV)/.test-ready
 	$(RUN) notebooks/build.py --check
 	$(RUN) -m pytest tests -q
+
+test-2.8: $(VENV)-2.8/.ready
+	$(VENV)-2.8/bin/python -m pytest tests/test_virtual_tpu.py tests/test_traps.py tests/test_compile_guard.py -q
 
 notebooks: $(VENV)/.ready
 	$(RUN) notebooks/build.py
@@ -45,5 +49,12 @@ $(VENV)/.test-ready: $(VENV)/.ready tests/requirements.txt
 	$(RUN) -m pip install --quiet --no-deps openai-whisper==20250625   # for its copy of GPT-2's vocabulary file alone
 	touch $@
 
+# The pair on Kaggle's image, in an environment of its own.
+$(VENV)-2.8/.ready: requirements.txt tests/requirements.txt
+	test -x $(VENV)-2.8/bin/python || $(PYTHON) -m venv $(VENV)-2.8
+	sed 's/==2.9.0/==2.8.0/' requirements.txt | $(VENV)-2.8/bin/python -m pip install --quiet -r /dev/stdin
+	$(VENV)-2.8/bin/python -m pip install --quiet -r tests/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs data
+	rm -rf $(VENV) $(VENV)-2.8 runs data

@@ -75,6 +75,9 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%
 # %%writefile telemetry.py
 
+# %%
+# %%writefile compile_guard.py
+
 # %% [markdown]
 # Eight virtual TPU devices, used only with the platform `virtual-tpu`, a rehearsal on a CPU:
 

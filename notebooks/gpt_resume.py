@@ -62,6 +62,9 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%writefile telemetry.py
 
 # %%
+# %%writefile compile_guard.py
+
+# %%
 # %%writefile text_encodings.py
 
 # %%

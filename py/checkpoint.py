@@ -246,6 +246,14 @@ def require_room(run_folder: str | Path, parameters: int, keep: int) -> None:
                         " run_folder on a larger disk.")
 
 
+def require_room_for_one(run_folder: str | Path, parameters: int) -> None:
+    """Raise OSError unless one more checkpoint fits. Asked before it is written: a full disk stops other things too."""
+    tidy(run_folder)
+    needed, free = BYTES_PER_PARAMETER * parameters, free_bytes(run_folder)
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"it needs {size_text(needed)} and only {size_text(free)} are free")
+
+
 def free_bytes(folder: str | Path) -> int:
     """What may still be written below a folder, which need not exist."""
     folder = Path(folder).resolve()
@@ -265,11 +273,16 @@ def size_text(size: float) -> str:
 
 @contextlib.contextmanager
 def only_run_in(run_folder: str | Path):
-    """Hold the run folder for one run. Raises UserError when another one, on this machine, is training in it.
+    """Make the run folder and hold it for one run. Raises UserError when that cannot be, or another one is training in it.
 
     The system lets the lock go when the last process of the run is gone, however it ended.
     """
-    with (Path(run_folder) / ".lock").open("w") as lock:
+    try:
+        Path(run_folder).mkdir(parents=True, exist_ok=True)
+        lock = (Path(run_folder) / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"The run folder {run_folder} cannot be written ({error.strerror}): give another run_folder.") from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

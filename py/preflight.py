@@ -4,7 +4,7 @@
     python py/preflight.py --preset gpt2-124m --chip v5e-8 --search         # the largest micro_batch that fits
     python py/preflight.py --template mlp --chip v5e-8 --json report.json
 
-It needs jax, jaxlib and libtpu at the versions that torch_xla names (requirements-preflight.txt) and no TPU. Two child
+It needs jax, jaxlib and libtpu at the versions that torch_xla names for its TPU extras, and no TPU. Two child
 processes do the work. The first runs the template's own train_worker on XLA's CPU backend with a runtime that believes
 in as many replicas as the chip has and that, instead of executing, keeps the program of every sync: accumulation,
 reduction, clipping and optimizer are the ones that a TPU would get. The second gives each program to libtpu's compiler
@@ -13,6 +13,7 @@ for the described chip. All times are that compiler's estimates, never measureme
 import argparse
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -544,8 +545,10 @@ def shape_bytes(shape: str, on_chip_too: bool = True) -> int:
     return total
 
 
-def plain_shape(shape: str) -> str:
-    return ", ".join(f"{kind}[{dimensions}]" for kind, dimensions, _ in ARRAY.findall(shape) if kind in BYTES)
+def plain_shape(shape: str, on_chip_too: bool = True) -> str:
+    """The arrays of a shape without their layouts."""
+    return ", ".join(f"{kind}[{dimensions}]" for kind, dimensions, layout in ARRAY.findall(shape)
+                     if kind in BYTES and (on_chip_too or "S(1)" not in layout))
 
 
 SAME_BUFFER = ("bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "async-done", "all-reduce-done",
@@ -569,6 +572,11 @@ def largest_at_peak(schedule: list, count: int = 5) -> list:
         for name in instruction.operands:
             for owner in owners.get(name, ()):
                 dies[owner] = moment
+    for moment, instruction in enumerate(schedule):     # a result may take over the buffer of an operand that ends there
+        for owner in (o for name in instruction.operands for o in owners.get(name, ())):
+            if dies[owner] == moment and sizes[owner] == sizes.get(instruction.name) and owner != instruction.name:
+                dies[owner] = moment - 1
+                break
     change = defaultdict(int)
     for name, size in sizes.items():
         change[born[name]] += size
@@ -580,20 +588,24 @@ def largest_at_peak(schedule: list, count: int = 5) -> list:
             full, peak_moment = now, moment
     alive = [i for i in schedule if sizes.get(i.name) and born[i.name] <= peak_moment <= dies[i.name]]
     alive.sort(key=lambda i: -sizes[i.name])
-    return [dict(bytes=sizes[i.name], module=module_of(i.op_name) or "(compiler)", shape=plain_shape(i.shape))
-            for i in alive[:count]]
+    return [dict(bytes=sizes[i.name], module=module_of(i.op_name) or "(compiler)",
+                 shape=plain_shape(i.shape, on_chip_too=False)) for i in alive[:count]]
 
 
 def read_out_of_memory(error: str) -> dict | None:
-    """{'needed_gib', 'limit_gib', 'largest'} from the compiler's words, None when they are about something else."""
-    used = re.search(r"Used ([\d.]+)([GM]) of ([\d.]+)([GM]) hbm", error)
+    """{'needed_gib', 'largest'} from the compiler's words, None when they are about something else."""
+    unit = {"G": GIB, "M": 2 ** 20, "K": 2 ** 10, "": 1}
+    alone = re.search(r"Allocation \(size=(\d+)\) would exceed memory .*?shape = '([^']*)'", error)
+    if alone:       # a single buffer is larger than the chip, and the compiler looks no further
+        return dict(needed_gib=int(alone[1]) / GIB, largest=[
+            dict(bytes=int(alone[1]), module="(one buffer alone)", shape=plain_shape(alone[2]))])
+    used = re.search(r"Used ([\d.]+)([GM]) of [\d.]+[GM] hbm", error)
     if not used:
         return None
-    unit = {"G": GIB, "M": 2 ** 20, "K": 2 ** 10, "": 1}
     entries = re.findall(r"Size: ([\d.]+)([GMK]?)\n(?:\s+Operator: op_name=\"([^\"]*)\".*\n)?\s+Shape: (\S+)", error)
-    return dict(needed_gib=float(used[1]) * unit[used[2]] / GIB, limit_gib=float(used[3]) * unit[used[4]] / GIB,
-                largest=[dict(bytes=int(float(size) * unit[letter]), module=module_of(name) or "(compiler)",
-                              shape=plain_shape(shape)) for size, letter, name, shape in entries[:5]])
+    return dict(needed_gib=float(used[1]) * unit[used[2]] / GIB, largest=[
+        dict(bytes=int(float(size) * unit[letter]), module=module_of(name) or "(compiler)", shape=plain_shape(shape))
+        for size, letter, name, shape in entries[:5]])
 
 
 # ---- the parent ------------------------------------------------------------------------------------------------------
@@ -603,9 +615,18 @@ def check_installed() -> dict:
     versions = {name: rt.installed_version(name) for name in (*REQUIRED, "torch_xla")}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
-        raise UserError(f"preflight needs {', '.join(missing)}, not installed here: pip install -r"
-                        " requirements-preflight.txt (Linux x86-64; no TPU is needed).")
+        raise UserError(f"preflight needs {', '.join(missing)}, not installed here: pip install {' '.join(pinned())}"
+                        " (Linux x86-64; no TPU is needed).")
     return versions
+
+
+def pinned() -> list:
+    """['jax==0.7.1', ...]: the versions that the installed torch_xla names for its own TPU extras."""
+    try:
+        named = [line.split(";")[0].strip() for line in importlib.metadata.requires("torch_xla") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return ["torch_xla", *REQUIRED]
+    return [line for line in named if re.split("[=<>~!]", line)[0] in REQUIRED]
 
 
 def run_child(task: str, request: dict, folder: Path, say) -> None:
@@ -687,7 +708,7 @@ def summarise(template: str, chip: Chip, settings: dict, versions: dict, traced:
         peak_gib=max(r["peak_gib"] + r["resident_gib"] for r in reports), programs=reports,
         programs_left_out=[p["kind"] for p in programs if not p["compiled"]],
         training_programs=sum(p["kind"] in TRAINING for p in traced["programs"]),
-        dtypes=merged_dtypes(traced["programs"]))
+        dtypes=merged_dtypes([p for p in traced["programs"] if p["kind"] in TRAINING]))
     if not failed:
         report |= estimate(chip, facts, reports)
     return report
@@ -713,7 +734,7 @@ def describe_program(chip: Chip, program: dict, compiled: dict) -> dict:
 
 
 def merged_dtypes(programs: list) -> dict:
-    """{'parameters': {'float32': bytes}, ...} over all programs of a run."""
+    """{'parameters': {'float32': bytes}, ...} over the programs of the training."""
     merged = {}
     for program in programs:
         for role, row in program["dtypes"].items():
@@ -836,14 +857,18 @@ def search_micro_batch(settings: dict, chip: Chip, say) -> dict:
     config = train_gpt.make_config(preset, **{k: v for k, v in settings.items() if k not in ("preset", "micro_batch")})
     windows = config.global_batch // chip.replicas
     sizes = [n for n in range(1, windows + 1) if config.global_batch % (n * chip.replicas) == 0]
+    if not sizes:
+        raise UserError(f"tokens_per_step={config.tokens_per_step} is {config.global_batch} windows of T={config.T}, which"
+                        f" {chip.replicas} replicas cannot share equally at any micro_batch: use a multiple of"
+                        f" {config.T * chip.replicas}.")
     best, low, high = None, 0, len(sizes) - 1
     while low <= high:
         middle = (low + high + 1) // 2
         report = preflight("gpt", chip.name, {**settings, "micro_batch": sizes[middle]}, say)
         say(f"preflight: micro_batch {sizes[middle]} {'fits' if report['fits'] else 'does not fit'}"
             f" ({report['peak_gib']:.2f} GiB)")
-        if report["fits"] or best is None:
-            best = report if report["fits"] or middle == 0 else best
+        if report["fits"] or middle == 0:
+            best = report
         low, high = (middle + 1, high) if report["fits"] else (low, middle - 1)
     return best
 

@@ -11,8 +11,12 @@ import shutil
 import sys
 from pathlib import Path
 
-import checkpoint as ckpt
 import runtime as rt
+
+if __name__ == "__main__":
+    rt.set_thread_variables()       # torch reads them when it is imported
+
+import checkpoint as ckpt
 import telemetry
 import token_data
 import train_gpt
@@ -23,7 +27,7 @@ SEARCHED = ("runs", "/kaggle/input")
 # What may differ from the saved run: where things lie, what runs it, and how often one looks. Anything else would make
 # the continued run another run.
 HARMLESS = ("data_folder", "run_folder", "stop_at", "max_minutes", "micro_batch", "recompute", "log_every", "eval_every", "save_every",
-            "keep_checkpoints", "sample_tokens", "platform", "processes", "precision")
+            "save_minutes", "keep_checkpoints", "sample_tokens", "platform", "processes", "precision")
 
 
 def find_runs(source: str | Path | None = None) -> list[Path]:

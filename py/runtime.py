@@ -132,11 +132,21 @@ STALE_TPU_VARIABLES = {
 }
 
 
+THREAD_VARIABLES = {
+    "OMP_NUM_THREADS": "1",         # libgomp's thread pool does not survive a fork; workers raise the number again
+    "OMP_WAIT_POLICY": "PASSIVE",   # threads that spin while another program has their core make a step ten times slower
+}
+
+
+def set_thread_variables() -> None:
+    """What torch reads when it is imported. A script calls this above its `import torch`; patch_environment does it too."""
+    os.environ.update(THREAD_VARIABLES)
+
+
 def environment_changes(platform: Platform, environ) -> dict:
     """What must differ from `environ` for this platform: {name: value, or None to remove}. Topology stays untouched."""
     wanted = {
-        "OMP_NUM_THREADS": "1",                 # libgomp's thread pool does not survive a fork; workers raise it again
-        "OMP_WAIT_POLICY": "PASSIVE",           # a core that another program takes would otherwise stall all threads
+        **THREAD_VARIABLES,
         "USE_TORCH_XLA": "1" if platform.uses_xla else "0",     # read by Accelerate when it is imported
         "ACCELERATE_USE_CPU": "1" if platform.name == "cpu" else None,      # without it, N processes never meet
         "TOKENIZERS_PARALLELISM": "false",

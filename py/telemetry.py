@@ -8,6 +8,8 @@ import threading
 import time
 from pathlib import Path
 
+from runtime import UserError
+
 LOG_NAME, CURVE_NAME = "log.jsonl", "curve.png"
 
 # Peak dense bf16 (T4: fp16) flop/s of one device, from the makers' data sheets.
@@ -36,8 +38,12 @@ class RunLog:
 
     def write(self, **record) -> None:
         if self.active:
-            with self.path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            try:
+                with self.path.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+            except OSError as error:
+                raise UserError(f"The log {self.path} cannot be written ({error.strerror}): was it moved or removed, or is the"
+                                " disk full? Put it right, and resume from the newest checkpoint.") from None
 
 
 def read_log(folder: str | Path) -> list[dict]:

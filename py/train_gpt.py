@@ -8,23 +8,36 @@ or, from a notebook:  train_gpt.launch(train_gpt.make_config(data_folder="data/s
 Everything the run produces lies in its run folder: log.jsonl, curve.png, samples.txt, config.json, checkpoints.
 """
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import hashlib
 import json
 import math
+import multiprocessing
+import os
+import re
+import shutil
+import signal
 import sys
+import tempfile
+import threading
 import time
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 
+import runtime as rt
+
+if __name__ == "__main__":
+    rt.set_thread_variables()       # torch reads them when it is imported
+
 import torch
 
 import checkpoint as ckpt
-import runtime as rt
 import telemetry
 import token_data
+from compile_guard import CompileGuard
 from gpt import GPT, GPTConfig, attention_for, decay_groups, flops_per_token, generate
 from runtime import UserError
 
@@ -35,6 +48,7 @@ class TrainConfig:
     data_folder: str = "data/shards"    # token shards, made by data_prep/prepare.py
     run_folder: str = "runs/gpt"        # everything the run produces; an existing run is never overwritten
     resume_from: str = ""               # a checkpoint folder; resume_gpt fills it in
+    init_from: str = ""                 # start from these weights, a folder made by export_gpt2 or a GPT-2; "": from scratch
 
     # the model
     vocab_size: int = 50304             # GPT-2's 50,257 padded to a multiple of 128; 0: take it from the data
@@ -68,7 +82,8 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 250
     eval_windows: int = 320             # fixed validation windows, the same at every evaluation
-    save_every: int = 500               # a checkpoint of GPT-2 124M is 1.5 GB
+    save_every: int = 500               # a checkpoint of GPT-2 124M is 1.5 GB, written beside the training
+    save_minutes: float = 15.0          # save as well when the last save is so old: a T4 takes hours for 500 steps; 0: off
     keep_checkpoints: int = 2
     sample_tokens: int = 120            # length of each of the three samples at the end; 0: none
 
@@ -82,7 +97,8 @@ class TrainConfig:
         for name in ("T", "n_layer", "n_head", "n_embd", "tokens_per_step", "micro_batch", "max_steps", "log_every",
                      "eval_every", "eval_windows", "save_every"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("vocab_size", "stop_at", "max_minutes", "warmup_steps", "processes", "sample_tokens", "seed", "weight_decay"):
+        for name in ("vocab_size", "stop_at", "max_minutes", "save_minutes", "warmup_steps", "processes", "sample_tokens", "seed",
+                     "weight_decay"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative.")
         require(self.n_embd % self.n_head == 0,
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: heads share the channels equally.")
@@ -245,7 +261,7 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
     """
     runtime = rt.Runtime(config.precision, config.processes)
     shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
-    geometry = config.model(config.vocab_size or padded_vocabulary(shards.vocab_size))
+    geometry = geometry_for(config, shards)
     micro_steps = count_micro_steps(config, runtime.world_size)
     resumed = ckpt.open_checkpoint(config.resume_from) if config.resume_from else None
     model, optimizer = set_up(config, geometry, runtime, resumed, model)
@@ -253,18 +269,22 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
     first = step = progress["step"]
     best = progress["best_val_loss"]
     describe_run(config, runtime, model, optimizer, shards, micro_steps, first)
+    if progress.get("ran_on"):
+        runtime.print(what_changed(progress["ran_on"], ran_on(config, runtime), config.dropout))
 
     log = telemetry.RunLog(config.run_folder, runtime.is_main, first)
     peak = telemetry.peak_flops(runtime.device_kind())
     speed = telemetry.Throughput(config.tokens_per_step, flops_per_token(geometry), peak and peak * runtime.world_size)
 
-    deadline, out_of_time = session_deadline(config.max_minutes), False
+    guard = CompileGuard(runtime)
+    deadline, out_of_time, save_is_due = session_deadline(config.max_minutes), False, False
+    stop_signals.listen()
 
-    with telemetry.Heartbeat(runtime.is_main) as heartbeat:
+    with telemetry.Heartbeat(runtime.is_main) as heartbeat, ckpt.Writer(runtime.is_main) as writer:
         while True:
             last, is_best = step >= config.last_step or out_of_time, False
             evaluates = (step % config.eval_every == 0 or step == config.max_steps) and (step > first or not resumed)
-            saves = (step % config.save_every == 0 or last) and step > first
+            saves = (step % config.save_every == 0 or save_is_due or last) and step > first
             if evaluates:
                 heartbeat.report("evaluating")
                 val_loss = evaluate(model, runtime, shards.val, config)
@@ -275,7 +295,8 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
                 runtime.print(f"step {step}  validation loss {val_loss:.4f} per token, {per_byte:.4f} per byte")
             if saves:
                 heartbeat.report("saving")
-                save(config, runtime, model, optimizer, shards, step, best, is_best)
+                save(config, runtime, writer, model, optimizer, shards, step, best, is_best)
+                save_is_due = False
             if last:
                 break
             if step == first or evaluates or saves:
@@ -294,15 +315,19 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
                     loss = model(x, y) / micro_steps
                 runtime.scaler.scale(loss).backward()
                 loss_sum = loss_sum + loss.detach()
-                runtime.sync()      # a program a micro-step: several in one hold several sets of activations at once
+                with guard.watch(step + 1, loss_sum, x=x, y=y):
+                    runtime.sync()  # a program a micro-step: several in one hold several sets of activations at once
             norm = runtime.optimizer_step(optimizer, config.clip_norm)
             runtime.sync()
             step += 1
 
             if step % config.log_every == 0 or step in (first + 1, config.last_step):
-                expired = runtime.number(time.monotonic() > deadline)
-                values = runtime.all_reduce(torch.cat([loss_sum, norm.view(1), expired]))      # one expired clock stops all
-                loss, grad_norm, out_of_time = runtime.host_values(values)
+                # What one rank wants, all do: above 0 in the mean, each of the three is decided for everybody.
+                wishes = (time.monotonic() > deadline or stop_signals.wanted(), writer.is_due(config.save_minutes),
+                          writer.failure_code())
+                values = runtime.all_reduce(torch.cat([loss_sum, norm.view(1), *map(runtime.number, wishes)]))
+                loss, grad_norm, out_of_time, save_is_due, failure = runtime.host_values(values)
+                raise_if_failed(config, writer, failure * runtime.world_size)
                 if step == first + 1:
                     speed.start(step)       # the first step compiles; its time says nothing
                 record = dict(step=step, loss=loss, lr=learning_rate(config, step - 1), grad_norm=grad_norm,
@@ -312,6 +337,8 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
                 runtime.print(telemetry.progress_line(record, config.max_steps))
                 require(math.isfinite(loss), f"The loss is {loss} at step {step}: lower learning_rate or raise warmup_steps;"
                         f" the checkpoints in {config.run_folder} are untouched.")
+        heartbeat.report("writing the last checkpoint")
+        finish_saving(config, runtime, writer)
 
 
 KAGGLE_MINUTES = 510        # of 540: a version that is cut off at the limit keeps nothing
@@ -331,8 +358,8 @@ def set_up(config: TrainConfig, geometry: GPTConfig, runtime: rt.Runtime, resume
     """
     model = model or build_model(config, geometry)
     model.use(attention_for(runtime.device.type), runtime.checkpoint_function() if config.recompute else None)
-    if resumed:
-        ckpt.load_model(model, resumed.model())
+    if resumed or config.init_from:
+        ckpt.load_model(model, resumed.model() if resumed else initial_weights(config, geometry))
     model.to(runtime.device).train()
     runtime.sync()
     optimizer = make_optimizer(config, model, runtime.is_xla)
@@ -340,12 +367,17 @@ def set_up(config: TrainConfig, geometry: GPTConfig, runtime: rt.Runtime, resume
     if runtime.is_xla:
         for state in optimizer.state.values():      # equal numbers share one buffer on XLA, but only until the first step,
             state["step"] = state["step"] + 0       # which would make that step a program of its own after a resume
-    if resumed and runtime.scaler.is_enabled():
+    if resumed and runtime.scaler.is_enabled() and resumed.state()["scaler"]:     # empty when it was saved without fp16
         runtime.scaler.load_state_dict(resumed.state()["scaler"])
     runtime.clear_gradients(model.parameters())
     runtime.sync()
     runtime.check_replicas(dict(model.named_parameters()), "before the first step")
     return model, optimizer
+
+
+def initial_weights(config: TrainConfig, geometry: GPTConfig) -> dict:
+    import export_gpt2      # needed here alone
+    return export_gpt2.weights_for(geometry, config.init_from)
 
 
 def describe_run(config: TrainConfig, runtime: rt.Runtime, model: GPT, optimizer, shards, micro_steps: int, step: int) -> None:
@@ -366,27 +398,66 @@ def describe_run(config: TrainConfig, runtime: rt.Runtime, model: GPT, optimizer
         f"steps: {step} to {config.last_step} of {config.max_steps}, all replicas start with the same weights")
 
 
-def save(config: TrainConfig, runtime: rt.Runtime, model, optimizer, shards, step: int, best: float | None,
-         is_best: bool) -> None:
-    """Check that the replicas agree, write a checkpoint on the main process, redraw the curve. All ranks must call it."""
+def save(config: TrainConfig, runtime: rt.Runtime, writer: ckpt.Writer, model, optimizer, shards, step: int,
+         best: float | None, is_best: bool) -> None:
+    """Check that the replicas agree, copy everything to the host, and let the writer go on from there.
+
+    All ranks must call it. The write before this one is finished first, so at most one copy is held.
+    """
     runtime.check_replicas(dict(model.named_parameters()), f"at step {step}")
-    failure = None
+    parameters = sum(p.numel() for p in model.parameters())
+    writer.start(ckpt.require_room_for_one, config.run_folder, parameters)      # a failure here is shared like any other
+    finish_saving(config, runtime, writer)
     if runtime.is_main:
         state = dict(config=dataclasses.asdict(config), best_val_loss=best, data=data_identity(shards),
-                     vocab_size=model.config.vocab_size, scaler=runtime.scaler.state_dict())
-        try:
-            path = ckpt.save(config.run_folder, ckpt.step_folder(step), step, ckpt.model_tensors(model),
-                             ckpt.optimizer_tensors(optimizer, model), state)
-            if is_best:
-                ckpt.copy(path, config.run_folder, "best")
-            ckpt.remove_old(config.run_folder, config.keep_checkpoints)
-            telemetry.draw_curve(config.run_folder, reference_losses(shards))
-        except OSError as error:
-            failure = error
-    # The outcome is shared, and doubles as the barrier: one rank that raised alone would leave the others waiting.
-    if runtime.host_values(runtime.all_reduce(runtime.number(failure is not None), "max"))[0]:
-        raise UserError(f"The checkpoint of step {step} could not be written to {config.run_folder}: {failure or 'see rank 0'}."
-                        " Older checkpoints are untouched; make room and resume.")
+                     vocab_size=model.config.vocab_size, data_vocab_size=shards.vocab_size,
+                     scaler=runtime.scaler.state_dict(), ran_on=ran_on(config, runtime))
+        writer.start(write_checkpoint, config, shards, step, ckpt.model_tensors(model),
+                     ckpt.optimizer_tensors(optimizer, model), state, is_best)
+
+
+def write_checkpoint(config: TrainConfig, shards, step: int, model: dict, optimizer: dict, state: dict, is_best: bool) -> None:
+    """The writer's job: the new checkpoint first, complete and verified; only then the best, the old ones and the curve."""
+    path = ckpt.save(config.run_folder, ckpt.step_folder(step), step, model, optimizer, state)
+    if is_best:
+        ckpt.copy(path, config.run_folder, "best")
+    ckpt.remove_old(config.run_folder, config.keep_checkpoints)
+    telemetry.draw_curve(config.run_folder, reference_losses(shards))
+
+
+def finish_saving(config: TrainConfig, runtime: rt.Runtime, writer: ckpt.Writer) -> None:
+    """Wait until all is on disk. A failure ends all ranks: one that raised alone would leave the others waiting."""
+    writer.wait()
+    code = runtime.number(writer.failure_code())
+    raise_if_failed(config, writer, runtime.host_values(runtime.all_reduce(code, "max"))[0])
+
+
+def raise_if_failed(config: TrainConfig, writer: ckpt.Writer, code: float) -> None:
+    """End this rank with the writer's reason, of which the other ranks know only the system's error number `code`."""
+    if not code:
+        return
+    if writer.failure and not isinstance(writer.failure, OSError):
+        raise writer.failure
+    reason = (writer.failure.strerror or str(writer.failure)) if writer.failure else os.strerror(round(code))
+    raise UserError(f"The newest checkpoint could not be written to {config.run_folder}: {reason}. Older checkpoints are"
+                    " untouched; make room and resume.")
+
+
+def ran_on(config: TrainConfig, runtime: rt.Runtime) -> dict:
+    """What a checkpoint does not depend on, but the digits of a run do."""
+    return dict(processes=runtime.world_size, micro_batch=config.micro_batch, device=runtime.device_kind(),
+                precision=runtime.precision)
+
+
+def what_changed(before: dict, now: dict, dropout: float) -> str:
+    """What a resumed run does differently from the saved one, and what that means. Both as from `ran_on`."""
+    changes = [f"{name} {before[name]} -> {value}" for name, value in now.items() if before.get(name, value) != value]
+    if not changes:
+        return "resumed on the same kind of device: exact, as if it had never stopped"
+    differs = "dropout and the rounding of sums differ" if dropout and before["processes"] != now["processes"] else \
+        "the rounding of sums differs"
+    return (f"resumed with {', '.join(changes)}: the order of data and the learning rates stay the same, {differs}, so the"
+            " losses are close, not equal to the bit")
 
 
 def data_identity(shards) -> str:
@@ -399,6 +470,15 @@ def reference_losses(shards) -> dict:
     scale = shards.bytes_per_token("val")
     return {name: shards.reference[f"{name}_nats_per_byte"] * scale for name in ("unigram", "bigram")
             if f"{name}_nats_per_byte" in (shards.reference or {})}
+
+
+def geometry_for(config: TrainConfig, shards) -> GPTConfig:
+    return config.model(config.vocab_size or padded_vocabulary(shards.vocab_size))
+
+
+def count_parameters(geometry: GPTConfig) -> int:
+    with torch.device("meta"):          # shapes alone: no memory, no random numbers
+        return sum(p.numel() for p in GPT(geometry).parameters())
 
 
 def padded_vocabulary(size: int) -> int:
@@ -416,15 +496,93 @@ def launch(config: TrainConfig, platform: rt.Platform | None = None, model: GPT 
     platform = platform or rt.patch_environment(config.platform)
     config = dataclasses.replace(config, processes=rt.resolve_processes(platform, config.processes))
     count_micro_steps(config, config.processes)
-    token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
+    shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
     if not config.resume_from:
         config = dataclasses.replace(config, run_folder=str(unused_run_folder(config.run_folder)))
+    geometry = geometry_for(config, shards)
+    ckpt.require_room(config.run_folder, count_parameters(geometry), config.keep_checkpoints)
+    if config.init_from and not config.resume_from:
+        initial_weights(config, geometry)       # refused here, not in every worker
     folder = Path(config.run_folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
-    rt.launch(train_worker, (config, model), platform, config.processes, folder / "failures")
+    with ckpt.only_run_in(folder), stop_signals:
+        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+        run_workers(config, model, platform)
+    if stop_signals.received and steps_done(config) < config.last_step:
+        say_how_to_go_on(config)
+        raise SystemExit(128 + stop_signals.received)       # as the shell would say it; a notebook runs no further cell
     show_result(config)
     return folder
+
+
+def run_workers(config: TrainConfig, model: GPT | None, platform: rt.Platform) -> None:
+    """Train on all devices. What a failed rank said is kept in the run folder where that still takes it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            rt.launch(train_worker, (config, model), platform, config.processes, scratch)
+        except UserError as error:
+            # Accelerate's launcher takes over the handlers for several processes, and raises once all have saved and ended.
+            ended_by = re.search(r"got signal: (\d+)", str(error))
+            if not ended_by:
+                with contextlib.suppress(OSError):
+                    shutil.copytree(scratch, Path(config.run_folder) / "failures", dirs_exist_ok=True)
+                raise
+            stop_signals.received = int(ended_by.group(1))
+
+
+class StopSignals:
+    """SIGTERM and SIGINT as a wish: train to the next logged step, save, end. A second one ends at once.
+
+    `with stop_signals:` in the process that launches; `listen()` in a worker. A forked worker whose main thread is not
+    ours, as on a TPU, has the launcher's handler from birth.
+    """
+
+    def __init__(self):
+        self.received, self.at, self.launcher, self.before = 0, 0.0, 0, {}
+
+    def __enter__(self):
+        self.received, self.launcher = 0, os.getpid()
+        self.before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.listen()
+        return self
+
+    def __exit__(self, *_):
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self.before.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+
+    def listen(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self.handle)
+
+    def wanted(self) -> bool:
+        """Whether this worker shall save and end: a signal came, or the process that launched it is gone."""
+        return self.received > 0 or self.launcher not in (0, os.getpid(), os.getppid())
+
+    def handle(self, number: int, frame) -> None:
+        """One press may arrive twice, from the terminal and from the launcher: within a second it is one."""
+        is_launcher = os.getpid() == self.launcher
+        if self.received and time.monotonic() - self.at > 1:
+            return self.end_now(number, is_launcher)
+        if not self.received:
+            self.received, self.at = number, time.monotonic()
+            if is_launcher:
+                os.write(2, b"stopping: saves at the next logged step, then ends; once more ends at once\n")
+                self.pass_on(number)
+
+    def pass_on(self, number: int) -> None:
+        for child in multiprocessing.active_children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, number)
+
+    def end_now(self, number: int, is_launcher: bool) -> None:
+        if is_launcher:                             # the launch ends its workers on the way out
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+stop_signals = StopSignals()
 
 
 def unused_run_folder(wanted: str) -> Path:
@@ -449,12 +607,19 @@ def show_result(config: TrainConfig) -> None:
         print(f"validation loss in nats per byte: this GPT {losses[-1]['val_nats_per_byte']:.3f}"
               + "".join(f", {name} {loss / shards.bytes_per_token('val'):.3f}"
                         for name, loss in reference_losses(shards).items()))
-    reached = max((r["step"] for r in telemetry.read_log(config.run_folder)), default=0)
-    if reached < config.max_steps:
-        print(f"stopped and saved at step {reached} of {config.max_steps}: continue with the notebook gpt_resume, or with"
-              f" py/resume_gpt.py --source {config.run_folder}")
+    if steps_done(config) < config.max_steps:
+        say_how_to_go_on(config)
     print(f"run folder: {config.run_folder}\n  curve {telemetry.CURVE_NAME}, log {telemetry.LOG_NAME}, samples {SAMPLES},"
           f" checkpoints {', '.join(sorted(p.name for p in Path(config.run_folder).glob('step_*')))} and best")
+
+
+def steps_done(config: TrainConfig) -> int:
+    return max((record["step"] for record in telemetry.read_log(config.run_folder)), default=0)
+
+
+def say_how_to_go_on(config: TrainConfig) -> None:
+    print(f"stopped and saved at step {steps_done(config)} of {config.max_steps}: continue with the notebook gpt_resume, or"
+          f" with py/resume_gpt.py --source {config.run_folder}")
 
 
 SAMPLES, PROMPT_TOKENS, SAMPLE_COUNT = "samples.txt", 24, 3

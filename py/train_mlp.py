@@ -6,10 +6,13 @@ The worker is what every rank runs. Five lines differ from a single-GPU script, 
 """
 from dataclasses import dataclass
 
+import runtime as rt
+
+if __name__ == "__main__":
+    rt.set_thread_variables()       # torch reads them when it is imported
+
 import torch
 from torch import nn
-
-import runtime as rt
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,47 @@ def test_old_ones_are_removed_only_beyond_those_to_keep(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000002", "step_00000003", "step_00000009"]
 
 
+@pytest.mark.parametrize("damaged", [2, 4])
+def test_a_damaged_one_does_not_take_the_place_of_a_good_one(tmp_path, damaged):
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step)
+    (tmp_path / ckpt.step_folder(damaged) / ckpt.MODEL).write_bytes(b"")
+    (tmp_path / "step_mine").mkdir()
+    ckpt.remove_old(tmp_path, keep=3)
+    assert {p.name for p in tmp_path.iterdir()} == {"step_mine", *map(ckpt.step_folder, (1, 2, 3, 4))}
+    ckpt.remove_old(tmp_path, keep=2)
+    left = {int(p.name[5:]) for p in tmp_path.glob("step_0*")}
+    assert left == ({3, 4} if damaged == 2 else {2, 3, 4}) and (tmp_path / "step_mine").exists()
+
+
+def test_a_disk_that_gives_back_other_bytes_is_found_before_anything_is_replaced(tmp_path, monkeypatch):
+    saved(tmp_path, 1, value=1.0)
+    write = ckpt._write
+    def forgetful(path, *parts):
+        described = write(path, *parts)
+        if path.name == ckpt.OPTIMIZER:
+            path.write_bytes(path.read_bytes()[:-1] + b"x")
+        return described
+    monkeypatch.setattr(ckpt, "_write", forgetful)
+    for step in (1, 2):
+        with pytest.raises(OSError, match="read back after writing, optimizer.safetensors does not have the content"):
+            saved(tmp_path, step, value=2.0)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+    assert ckpt.open_checkpoint(tmp_path / "step_00000001").model()["w"][0] == 1.0
+
+
+def test_what_cut_off_saves_left_is_removed_and_the_only_complete_one_comes_back(tmp_path):
+    """Killed between the two renames: the old folder has stepped aside and the new one is not there yet."""
+    saved(tmp_path, 1).rename(tmp_path / ".old_step_00000001")
+    ckpt.copy(saved(tmp_path / "elsewhere", 5), tmp_path, "best").rename(tmp_path / ".old_best")
+    (tmp_path / ".partial_step_00000007").mkdir()
+    (tmp_path / ".partial_best").mkdir()
+    shutil.copytree(saved(tmp_path, 2), tmp_path / ".old_step_00000002")
+    saved(tmp_path, 3)
+    assert {p.name for p in tmp_path.iterdir()} == {"step_00000001", "step_00000002", "step_00000003", "best", "elsewhere"}
+    assert ckpt.open_checkpoint(tmp_path / "best").step == 5
+
+
 def test_the_best_copy_outlives_its_step(tmp_path):
     path = saved(tmp_path, 1, value=1.0)
     ckpt.copy(path, tmp_path, "best")
@@ -119,6 +160,16 @@ def test_files_are_read_by_a_python_that_knows_only_safetensors(tmp_path):
             print(sum(file.get_tensor(name).numel() for name in file.keys()), {str(file.get_tensor(n).dtype) for n in file.keys()})
         """, tmp_path)
     assert done.stdout.split()[0] == str(sum(p.numel() for p in model.parameters())) and "{'torch.float32'}" in done.stdout
+
+
+def test_every_kind_of_tensor_is_read_back_by_the_library_and_the_hash_is_that_of_the_file(tmp_path):
+    from safetensors.torch import load_file
+    tensors = {"a": torch.randn(3, 5), "scalar": torch.tensor(7.0), "empty": torch.zeros(0, 4), "half": torch.randn(7).half(),
+               "bf16": torch.randn(3).bfloat16(), "count": torch.arange(3), "part": torch.randn(6, 6)[:, 1:3]}
+    described = ckpt.save_file(tensors, tmp_path / "file")
+    loaded = load_file(tmp_path / "file")
+    assert loaded.keys() == tensors.keys() and described == ckpt.describe(tmp_path / "file")
+    assert all(torch.equal(loaded[name], t) and loaded[name].dtype == t.dtype for name, t in tensors.items())
 
 
 def test_wrappers_do_not_leak_into_the_names():

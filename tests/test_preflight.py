@@ -5,6 +5,7 @@ them on purpose, look at the difference, then write the new ones:  python tests/
 """
 import importlib.util
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ SMALL = dict(preset="tiny", vocab_size=1024, T=128, n_layer=2, n_head=2, n_embd=
 
 missing = [name for name in (*preflight.REQUIRED, "torch_xla") if importlib.util.find_spec(name) is None]
 needs_compiler = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} cannot be had here: the TPU's compiler is a"
-                                    " package for Linux x86-64 (pip install -r requirements-preflight.txt)")
+                                    f" package for Linux x86-64 (pip install {' '.join(preflight.pinned())})")
 
 
 @pytest.fixture(scope="module")
@@ -82,21 +83,24 @@ def test_all_gradients_are_reduced_once_a_step(small):
     assert sum(r["per_step"] for r in report["programs"] if r["kind"] == "micro-step") == report["facts"]["micro_steps"] == 4
 
 
+# One layer under GPT-2's vocabulary: compiles in seconds, and its logits are what fills the chip.
+WIDE = dict(preset="tiny", vocab_size=50304, T=1024, n_layer=1, n_head=1, n_embd=128)
+
+
 @needs_compiler
-def test_largest_buffers_come_from_the_schedule(small):
-    """The buffers that the schedule shows alive at its peak are what the compiler counts as temporary, within padding."""
-    report, folder = small
-    checked = 0
-    for file in folder.glob("*.hlo.txt"):
-        computations, entry = preflight.read_computations(file.read_text())
-        alive = preflight.largest_at_peak(computations[entry], count=10 ** 6)
-        reported = json.loads((folder / file.name.replace(".txt", ".json")).read_text())
-        if reported["temporary"] < 2 ** 20:
-            continue
-        assert sum(b["bytes"] for b in alive) == pytest.approx(reported["temporary"] + reported["outputs"]
-                                                               - reported["aliased"], rel=0.5), file
-        checked += 1
-    assert checked
+def test_largest_buffers_come_from_the_schedule(tmp_path):
+    """The buffers found alive at the fullest moment add up to what the compiler says it needs."""
+    report = preflight.preflight("gpt", "v5e-8", {**WIDE, "micro_batch": 2, "tokens_per_step": 16384}, evaluation=False,
+                                 keep=tmp_path)
+    micro_step = next(r for r in report["programs"] if r["kind"] == "micro-step")
+    file = max(tmp_path.glob("*.hlo.txt"), key=lambda f: json.loads(f.with_suffix(".json").read_text())["temporary"])
+    computations, entry = preflight.read_computations(file.read_text())
+    alive = sum(b["bytes"] for b in preflight.largest_at_peak(computations[entry], count=10 ** 6))
+    temporary = micro_step["temporary_gib"] * preflight.GIB
+    written = (micro_step["outputs_gib"] - micro_step["aliased_gib"]) * preflight.GIB
+    assert 0.9 * temporary < alive < 1.1 * (temporary + written)
+    assert micro_step["largest"][0]["module"].startswith("model") and "50304" in micro_step["largest"][0]["shape"]
+    assert micro_step["largest"][0]["bytes"] >= 2 * 1024 * 50304 * 2
 
 
 @needs_compiler
@@ -108,12 +112,13 @@ def test_table_names_modules_and_says_estimate(small):
 
 
 @needs_compiler
-def test_running_out_of_memory_is_a_result(capsys):
-    report = preflight.preflight("gpt", "v5e-8", {**SMALL, "n_layer": 1, "n_head": 1, "n_embd": 128, "T": 1024,
-                                                  "vocab_size": 50304, "micro_batch": 256, "tokens_per_step": 2097152})
+def test_running_out_of_memory_is_a_result():
+    report = preflight.preflight("gpt", "v5e-8", {**WIDE, "micro_batch": 256, "tokens_per_step": 2097152})
     assert not report["fits"] and report["peak_gib"] > report["memory_limit_gib"] == 15.75
-    assert any("50304" in b["shape"] for b in report["largest"]) if "largest" in report else report["programs"]
-    assert "DOES NOT FIT" in preflight.show(report)
+    failed = next(r for r in report["programs"] if r.get("error"))
+    assert any("50304" in b["shape"] for b in failed["largest"]) and "tokens_per_second" not in report
+    text = preflight.show(report)
+    assert "DOES NOT FIT" in text and "[256,1024,50304]" in text and "Traceback" not in text
 
 
 @needs_compiler
@@ -126,8 +131,26 @@ def test_a_single_chip_reduces_nothing(chip):
 @needs_compiler
 def test_the_mlp_goes_through_the_same_door():
     report = preflight.preflight("mlp", "v5e-8", {})
-    assert report["fits"] and report["reductions"] == 1 and report["training_programs"] == 1
-    assert "mlp" in preflight.show(report)
+    assert report["fits"] and report["reductions"] == 1 and report["facts"]["tokens_per_step"] == 512
+    assert [r["per_step"] for r in report["programs"]] == [1]
+    assert preflight.show(report).startswith("mlp  on v5e-8")
+
+
+def test_search_finds_the_largest_that_fits(monkeypatch):
+    """Only sizes that share out the batch are tried, and each at most once. Here 24 and less fit."""
+    tried = []
+
+    def fake(template, chip, settings, say):
+        tried.append(settings["micro_batch"])
+        return dict(fits=tried[-1] <= 24, peak_gib=tried[-1], micro_batch=tried[-1])
+
+    monkeypatch.setattr(preflight, "preflight", fake)
+    say = lambda line: None     # noqa: E731
+    search = lambda **more: preflight.search_micro_batch(dict(preset="gpt2-124m", **more), preflight.CHIPS["v5e-8"], say)  # noqa: E731
+    assert search()["micro_batch"] == 16 and len(tried) == len(set(tried)) <= 3 and set(tried) <= {1, 2, 4, 8, 16, 32, 64}
+    assert search(tokens_per_step=1024 * 8 * 36)["micro_batch"] == 18
+    monkeypatch.setattr(preflight, "preflight", lambda *rest: dict(fake(*rest), fits=False))
+    assert search()["micro_batch"] == 1
 
 
 # ---- are they the programs that would run? ---------------------------------------------------------------------------
@@ -175,12 +198,14 @@ def test_programs_are_those_that_torch_xla_runs(tmp_path):
         import json, sys
         from pathlib import Path
         import preflight
+        folder = Path("traced")
+        folder.mkdir()
         preflight.trace(dict(template="gpt", chip="v5e-8", names=True,
-                             settings=dict(preset="tiny", tokens_per_step=4096)), Path("."))
+                             settings=dict(preset="tiny", tokens_per_step=4096)), folder)
         from jax._src.lib import xla_client
-        programs = json.loads(Path("programs.json").read_text())["programs"]
+        programs = json.loads((folder / "programs.json").read_text())["programs"]
         for p in programs:
-            p["header"] = xla_client.XlaComputation(Path(p["file"]).read_bytes()).as_hlo_text().split("\\n", 1)[0]
+            p["header"] = xla_client.XlaComputation((folder / p["file"]).read_bytes()).as_hlo_text().split("\\n", 1)[0]
         Path("traced.json").write_text(json.dumps(programs))
     """, tmp_path)
     assert "Traceback" not in traced.stdout
@@ -207,12 +232,12 @@ def test_names_change_nothing(tmp_path):
                                 settings=dict(preset="tiny", tokens_per_step=2048)), folder, print)
             from jax._src.lib import xla_client
             listed = json.loads((folder / "programs.json").read_text())["programs"]
-            texts = [xla_client.XlaComputation((folder / p["file"]).read_bytes()).as_hlo_text() for p in listed]
-            return texts, [re.sub(r", metadata=\\{[^}]*\\}", "", text) for text in texts]
+            stored = [(folder / p["file"]).read_bytes() for p in listed]
+            return stored, [xla_client.XlaComputation(one).as_hlo_text() for one in stored]     # the text has no names
         named, plain = programs(True), programs(False)
         assert named[1] == plain[1] and len(named[1]) >= 4
-        assert any("blocks.1" in text and "_backward" in text for text in named[0])
-        assert not any("blocks.1" in text for text in plain[0])
+        assert any(b"blocks.1" in one and b"_backward" in one for one in named[0])
+        assert not any(b"blocks.1" in one for one in plain[0])
     """, tmp_path)
     assert done.returncode == 0
 
@@ -245,7 +270,7 @@ def test_a_wrong_setting_is_told_by_the_template(tmp_path):
 
 def test_missing_compiler_is_one_sentence(monkeypatch):
     monkeypatch.setattr(preflight.rt, "installed_version", lambda name: None if name == "libtpu" else "1")
-    with pytest.raises(preflight.UserError, match="preflight needs libtpu, not installed here: pip install -r"):
+    with pytest.raises(preflight.UserError, match=r"preflight needs libtpu, not installed here: pip install .*libtpu==\d"):
         preflight.preflight("gpt", "v5e-8", {})
 
 
@@ -269,9 +294,12 @@ hbm. Exceeded hbm capacity by 41.66G.
 
 def test_out_of_memory_report_is_read():
     found = preflight.read_out_of_memory(OUT_OF_MEMORY)
-    assert (found["needed_gib"], found["limit_gib"]) == (57.41, 15.75)
+    assert found["needed_gib"] == 57.41
     assert [b["module"] for b in found["largest"]] == ["model", "model.blocks.*.attn"]
     assert found["largest"][1] == dict(bytes=768 * 2 ** 20, module="model.blocks.*.attn", shape="f32[192,1024,1024]")
+    alone = preflight.read_out_of_memory("RESOURCE_EXHAUSTED: Allocation (size=26373783552) would exceed memory (size=171798)"
+                                         " :: #allocation135 [shape = 'bf16[256,1024,50304]{2,1,0:T(8,128)}', space=hbm]")
+    assert (round(alone["needed_gib"], 2), alone["largest"][0]["shape"]) == (24.56, "bf16[256,1024,50304]")
     assert preflight.read_out_of_memory("INTERNAL: something else") is None
 
 
@@ -315,11 +343,10 @@ def test_donated_arguments_are_marked():
     assert "%arg0: tensor<4xf32> {jax.buffer_donor = true}" in marked and "%arg2: tensor<f32>)" in marked
 
 
-@pytest.mark.slow
 @needs_compiler
 @pytest.mark.timeout(1800)
+@pytest.mark.skipif("PREFLIGHT_SLOW" not in os.environ, reason="takes minutes: PREFLIGHT_SLOW=1 runs it")
 def test_gpt2_124m_fits_a_v5e(tmp_path):
-    """Minutes. pytest -m slow"""
     report = preflight.preflight("gpt", "v5e-8", dict(preset="gpt2-124m"), print)
     assert report["fits"] and report["peak_gib"] <= 14.5 and report["tokens_per_second"] > 400_000
 

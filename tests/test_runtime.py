@@ -132,6 +132,23 @@ def test_patching_twice_changes_nothing_and_says_so(tmp_path):
     assert "nothing changed" in done.stdout.split("AGAIN")[1] and "nothing changed" not in done.stdout.split("AGAIN")[0]
 
 
+@pytest.mark.parametrize("script", ["train_mlp", "train_gpt", "resume_gpt"])
+def test_a_script_sets_the_thread_variables_before_torch_reads_them(tmp_path, script):
+    from conftest import ROOT
+    done = run_script(f"""
+        import runpy, sys, runtime
+        runtime.launch = lambda *args, **kwargs: None
+        sys.argv = ["{script}.py"] + (["--preset", "tiny"] if "{script}" == "train_gpt" else [])
+        try:
+            runpy.run_path({str(ROOT / "py" / script)!r} + ".py", run_name="__main__")
+        except SystemExit:
+            pass
+        import torch
+        print("THREADS", torch.get_num_threads())
+        """, tmp_path)
+    assert done.stdout.splitlines()[-1] == "THREADS 1"
+
+
 def test_importing_runtime_loads_nothing_heavy(tmp_path):
     done = run_script("""
         import sys, runtime

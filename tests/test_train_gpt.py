@@ -295,6 +295,7 @@ def test_three_parts_equal_one_run_to_the_bit_on_xla_in_bf16(shards, tmp_path):
     assert "matrix work bf16" in done.stdout and "plain_attention" in done.stdout
     assert {t.dtype for t in straight["weights"].values()} == {torch.float32}
     compiles = [r["compiles"] for r in telemetry.read_log(tmp_path / "straight") if "compiles" in r]
+    assert "after the warm-up" not in done.stdout, "the compile guard spoke of a healthy run"
     assert compiles[10] == compiles[-1], f"a program was compiled after step 11: {compiles}"
 
 

@@ -53,6 +53,9 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%writefile gpt.py
 
 # %%
+# %%writefile tpu_attention.py
+
+# %%
 # %%writefile token_data.py
 
 # %%

@@ -294,6 +294,9 @@ def only_run_in(run_folder: str | Path):
 
 # ---- writing beside the training -------------------------------------------------------------------------------------------
 
+NO_ERROR_NUMBER = 255        # of a failure that is not the system's
+
+
 class Writer:
     """Runs one job at a time in a thread, beside the training. On all but the main process it does nothing.
 
@@ -331,8 +334,8 @@ class Writer:
         return self.active and 0 < 60 * minutes <= self.clock() - self.started
 
     def failure_code(self) -> int:
-        """0: none. Otherwise the system's error number, or 255 for an error that has none."""
-        return (getattr(self.failure, "errno", None) or 255) if self.failure else 0
+        """0: none. Otherwise the system's error number, or NO_ERROR_NUMBER."""
+        return (getattr(self.failure, "errno", None) or NO_ERROR_NUMBER) if self.failure else 0
 
     def _run(self, job, *arguments) -> None:
         try:

@@ -29,7 +29,12 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm in fp32 whatever the autocast around it says."""
 
     def forward(self, x):
-        return F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps)
+        if x.device.type != "xla":
+            return F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps)
+        # Written out, XLA fuses it with its neighbours; torch_xla's own would be a batch norm between reshapes.
+        wide = x.float()
+        centred = wide - wide.mean(-1, keepdim=True)
+        return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
 
 
 def rms_normalise(x, eps: float = 1e-6):
@@ -59,12 +64,14 @@ def attention_for(device_type: str):
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.config, self.attention = config, fused_attention
+        self.config, self.attention, self.joint = config, fused_attention, None
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):                                                   # (B, T, C)
         B, T, C = x.shape
+        if self.joint:
+            return self.c_proj(self.joint(self.c_attn(x), self.config.n_head, self.config.qk_norm))
         q, k, v = (part.view(B, T, self.config.n_head, -1).transpose(1, 2) for part in self.c_attn(x).split(C, dim=-1))
         if self.config.qk_norm:
             q, k = rms_normalise(q), rms_normalise(k)
@@ -109,28 +116,43 @@ class GPT(nn.Module):
             nn.init.zeros_(block.attn.c_proj.weight)
             nn.init.zeros_(block.mlp.c_proj.weight)
 
-    def use(self, attention, checkpoint=None) -> None:
+    def use(self, attention, checkpoint=None, joint=None) -> None:
         """Fit the model to its device: `plain_attention` or `fused_attention`, the same function at different speeds.
 
+        joint: (B, T, 3C) queries, keys and values side by side -> (B, T, C), in place of `attention`; for kernels.
         checkpoint: a function that runs a block and recomputes it in the backward pass; None keeps the activations.
         """
         self.checkpoint = checkpoint
         for block in self.blocks:
-            block.attn.attention = attention
+            block.attn.attention, block.attn.joint = attention, joint
 
     def attention_name(self) -> str:
-        return self.blocks[0].attn.attention.__name__
+        return (self.blocks[0].attn.joint or self.blocks[0].attn.attention).__name__
 
     def forward(self, tokens, targets=None):
         T = tokens.shape[1]
         x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))     # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
+        if x.device.type == "xla" and torch.is_autocast_enabled("xla"):
+            x = x.to(torch.get_autocast_dtype("xla"))       # the residual stream too: half the memory traffic of a step
         for block in self.blocks:
             x = self.checkpoint(block, x) if self.checkpoint and self.training else block(x)
         logits = F.linear(self.ln_f(x), self.wte.weight).float()                   # (B, T, V)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1).long())
+        return token_losses(logits, targets).mean()
+
+
+def token_losses(logits, targets):
+    """(B, T, V), (B, T) -> (B, T) cross-entropies in nats.
+
+    On XLA the target's logit is picked by a comparison that shares a pass over the logits with the sum of exponentials;
+    F.cross_entropy would write all log-probabilities first and read them again.
+    """
+    if logits.device.type != "xla":
+        return F.cross_entropy(logits.flatten(0, 1), targets.long().flatten(), reduction="none").view(targets.shape)
+    chosen = torch.arange(logits.shape[-1], device=logits.device, dtype=targets.dtype) == targets[..., None]
+    return torch.logsumexp(logits, -1) - torch.where(chosen, logits, 0.0).sum(-1)
 
 
 # The embedding is read through a LayerNorm, so its scale matters only for the head: at 0.02 (GPT-2's) a token whose blocks

@@ -442,6 +442,16 @@ def peak_host_gib() -> float:
 
 # ---- inside a worker ------------------------------------------------------------------------------------------------------
 
+def xla_operation(name: str, module: bytes):
+    """A serialized HLO module as a function on XLA tensors: (*tensors) -> list of tensors. One operation of the program.
+
+    torch_xla's public way to do this imports packages that no image has; the two functions here are what it calls.
+    """
+    import torch_xla
+    computation = torch_xla._XLAC._xla_op_computation_from_module_proto(name, module)
+    return lambda *tensors: torch_xla._XLAC._xla_user_computation(f"xla::{name}", list(tensors), computation)
+
+
 def seconds_since_session_start() -> float:
     """The age of this machine's first process: a session's clock starts before its notebook does. 0 where unknown."""
     try:

@@ -37,8 +37,9 @@ import torch
 import checkpoint as ckpt
 import telemetry
 import token_data
+import tpu_attention
 from compile_guard import CompileGuard
-from gpt import GPT, GPTConfig, attention_for, decay_groups, flops_per_token, generate
+from gpt import GPT, GPTConfig, attention_for, decay_groups, flops_per_token, generate, token_losses
 from runtime import UserError
 
 
@@ -246,8 +247,7 @@ def window_losses(model, runtime: rt.Runtime, x, y):
     """(B, T), (B, T) -> (B,) mean losses. A function of its own, so that no logits are alive, and kept, at the sync."""
     with runtime.autocast():
         logits = model(x)
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.long().flatten(), reduction="none")
-    return losses.view(len(x), -1).mean(1)
+    return token_losses(logits, y).mean(1)
 
 
 def on_device(arrays, runtime: rt.Runtime):
@@ -357,7 +357,9 @@ def set_up(config: TrainConfig, geometry: GPTConfig, runtime: rt.Runtime, resume
     The order matters: weights on the CPU, then the device, then the optimizer and its state, with a sync after each.
     """
     model = model or build_model(config, geometry)
-    model.use(attention_for(runtime.device.type), runtime.checkpoint_function() if config.recompute else None)
+    kernels = tpu_attention.choose(runtime, config.micro_batch, config.T, config.n_embd, config.n_head, config.qk_norm,
+                                   config.dropout)
+    model.use(attention_for(runtime.device.type), runtime.checkpoint_function() if config.recompute else None, kernels)
     if resumed or config.init_from:
         ckpt.load_model(model, resumed.model() if resumed else initial_weights(config, geometry))
     model.to(runtime.device).train()
@@ -422,7 +424,10 @@ def write_checkpoint(config: TrainConfig, shards, step: int, model: dict, optimi
     if is_best:
         ckpt.copy(path, config.run_folder, "best")
     ckpt.remove_old(config.run_folder, config.keep_checkpoints)
-    telemetry.draw_curve(config.run_folder, reference_losses(shards))
+    try:
+        telemetry.draw_curve(config.run_folder, reference_losses(shards))
+    except Exception as error:      # a picture is no reason to end a run whose checkpoint is good
+        print(f"the curve could not be drawn: {error!r}", flush=True)
 
 
 def finish_saving(config: TrainConfig, runtime: rt.Runtime, writer: ckpt.Writer) -> None:
@@ -438,6 +443,8 @@ def raise_if_failed(config: TrainConfig, writer: ckpt.Writer, code: float) -> No
         return
     if writer.failure and not isinstance(writer.failure, OSError):
         raise writer.failure
+    if not writer.failure and round(code) == ckpt.NO_ERROR_NUMBER:
+        time.sleep(2)       # the first words are shown, and the main process's own say more
     reason = (writer.failure.strerror or str(writer.failure)) if writer.failure else os.strerror(round(code))
     raise UserError(f"The newest checkpoint could not be written to {config.run_folder}: {reason}. Older checkpoints are"
                     " untouched; make room and resume.")
@@ -504,8 +511,10 @@ def launch(config: TrainConfig, platform: rt.Platform | None = None, model: GPT 
     if config.init_from and not config.resume_from:
         initial_weights(config, geometry)       # refused here, not in every worker
     folder = Path(config.run_folder)
-    with ckpt.only_run_in(folder), stop_signals:
-        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+    is_main = os.environ.get("RANK", "0") == "0"        # under torchrun every rank comes here
+    with ckpt.only_run_in(folder) if is_main else contextlib.nullcontext(), stop_signals:
+        if is_main:
+            (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
         run_workers(config, model, platform)
     if stop_signals.received and steps_done(config) < config.last_step:
         say_how_to_go_on(config)

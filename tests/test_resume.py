@@ -38,7 +38,7 @@ def start(shards, folder, **settings) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "py/train_gpt.py"), "--preset", "tiny", "--data_folder", str(shards), "--platform", "cpu",
                "--run_folder", str(folder), *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
     with (folder.parent / "output.txt").open("w") as output:
-        return subprocess.Popen(command, env=clean_environment(), start_new_session=True, stdout=output, stderr=output)
+        return subprocess.Popen(command, env=clean_environment(VIRTUAL_TPU_DEVICES="2"), start_new_session=True, stdout=output, stderr=output)
 
 
 def wait_for(condition, process, seconds=120) -> None:
@@ -91,6 +91,17 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on_exactly(shards, tmp_path, n
     assert all(torch.equal(tensor, newest.model()[name]) for name, tensor in ckpt.find_newest(straight).model().items())
 
 
+def test_a_signal_reaches_workers_whose_main_thread_is_the_launchers(shards, tmp_path):
+    """As on a TPU, by the launcher's own TPU branch: ranks are threads of its children, and threads may set no handlers."""
+    folder = tmp_path / "run"
+    process = start(shards, folder, platform="virtual-tpu", **ENDLESS)
+    wait_for(lambda: steps_logged(folder) >= 2, process)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert ckpt.find_newest(folder).step == steps_logged(folder)
+    wait_until_all_are_gone(process)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_second_signal_ends_at_once(shards, tmp_path, processes):
     """A run that logs only at its end would take for ever to obey the first one."""
@@ -115,6 +126,15 @@ def test_workers_whose_launcher_was_killed_save_and_end(shards, tmp_path):
     process.wait()
     wait_until_all_are_gone(process)
     assert ckpt.find_newest(folder).step == steps_logged(folder)
+
+
+def test_under_torchrun_the_ranks_share_one_run_folder(shards, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(rt._free_port()),
+               str(ROOT / "py/train_gpt.py"), "--preset", "tiny", "--platform", "cpu", "--processes", "2", "--max_steps", "3",
+               "--data_folder", str(shards), "--run_folder", str(tmp_path / "run"), "--sample_tokens", "0"]
+    done = subprocess.run(command, env=clean_environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=200)
+    assert done.returncode == 0, done.stdout
+    assert ckpt.find_newest(tmp_path / "run").step == 3 and json.loads((tmp_path / "run/config.json").read_text())["processes"] == 2
 
 
 def test_the_handlers_of_the_caller_come_back(shards, tmp_path):
@@ -213,6 +233,19 @@ def test_a_writer_that_fails_ends_all_ranks_with_its_reason(shards, tmp_path, mo
         train_gpt.launch(tiny(shards, tmp_path / "run", processes=2, **settings), CPU)
     assert "\n" not in str(caught.value) and time.monotonic() - begun < 60
     assert not list((tmp_path / "run").glob(".partial_*"))
+
+
+def test_a_mistake_in_the_writer_is_shown_with_its_traceback(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(ckpt, "remove_old", lambda *_: {}["no such key"])
+    with pytest.raises(rt.WorkerFailed, match="(?s)Traceback.*write_checkpoint.*KeyError: 'no such key'"):
+        train_gpt.launch(tiny(shards, tmp_path / "run", processes=2), CPU)
+    assert list((tmp_path / "run/failures").glob("failure_*.txt")), "what the ranks said is not kept in the run folder"
+
+
+def test_a_curve_that_cannot_be_drawn_does_not_end_the_run(shards, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(telemetry, "draw_curve", lambda *_: {}["no font"])
+    assert ckpt.find_newest(train_gpt.launch(tiny(shards, tmp_path / "run"), CPU)).step == 6
+    assert "the curve could not be drawn: KeyError('no font')" in capfd.readouterr().out
 
 
 # ---- the disk --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""The TPU's attention kernels, run as plain operations on XLA's CPU backend, against attention written out."""
+import importlib.util
+
+import pytest
+from conftest import run_script
+
+import tpu_attention
+
+needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None or importlib.util.find_spec("torch_xla") is None,
+                               reason="jax or torch_xla is not installed here")
+
+SETUP = """
+    import os, sys
+    import runtime
+    runtime.patch_environment("xla-cpu")
+    import torch, torch_xla
+    import gpt, tpu_attention
+    device = torch_xla.device()
+    torch.manual_seed(0)
+
+    def difference(found, expected):
+        return float((found.detach().cpu().float() - expected).norm() / expected.norm())
+"""
+
+
+@needs_jax
+def test_kernels_compute_what_plain_attention_computes(tmp_path):
+    """Outputs and gradients, within bf16's rounding, for heads of 64 and 128, with and without normalised queries."""
+    run_script(SETUP + """
+    for H, D, T, norm in ((2, 64, 256, True), (1, 128, 128, True), (2, 64, 128, False)):
+        B, C = 2, H * D
+        qkv, dy = torch.randn(B, T, 3 * C).bfloat16(), torch.randn(B, T, C).bfloat16()
+        a, b = qkv.to(device).requires_grad_(), qkv.float().requires_grad_()
+        y = tpu_attention.joint_attention(a, H, norm, interpret=True)
+        y.backward(dy.to(device))
+        q, k, v = (part.view(B, T, H, D).transpose(1, 2) for part in b.split(C, -1))
+        if norm:
+            q, k = gpt.rms_normalise(q), gpt.rms_normalise(k)
+        expected = gpt.plain_attention(q, k, v, 0.0, True).transpose(1, 2).reshape(B, T, C)
+        expected.backward(dy.float())
+        assert difference(y, expected.detach()) < 0.01, (H, D, T, norm)
+        assert difference(a.grad, b.grad) < 0.01, (H, D, T, norm)
+    """, tmp_path)
+
+
+@needs_jax
+def test_loss_and_norm_written_out_for_xla_are_the_same_functions(tmp_path):
+    run_script(SETUP + """
+    logits, targets = torch.randn(2, 8, 300) * 5, torch.randint(0, 300, (2, 8), dtype=torch.int32)
+    a, b = logits.clone().requires_grad_(), logits.to(device).requires_grad_()
+    expected, found = gpt.token_losses(a, targets), gpt.token_losses(b, targets.to(device))
+    expected.mean().backward()
+    found.mean().backward()
+    assert difference(found, expected.detach()) < 1e-5 and difference(b.grad, a.grad) < 1e-5
+    x, norm = torch.randn(2, 8, 64) * 3 + 1, gpt.LayerNorm(64)
+    torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
+    expected = norm(x).detach()
+    assert difference(norm.to(device)(x.to(device)), expected) < 1e-5
+    """, tmp_path)
+
+
+@pytest.mark.parametrize("T, head_size, dropout, expected", [
+    (1024, 64, 0.0, None), (128, 128, 0.0, None), (1024, 64, 0.1, "no dropout"), (100, 64, 0.0, "T=100"),
+    (640, 64, 0.0, "T=640 is not a multiple of 512"), (1024, 48, 0.0, "heads of 48")])
+@needs_jax
+def test_says_what_the_kernels_cannot_serve(T, head_size, dropout, expected):
+    reason = tpu_attention.why_not(T, head_size, dropout)
+    assert reason is None if expected is None else expected in reason

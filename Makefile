@@ -1,5 +1,8 @@
 # make demo        train a small GPT on this machine's Python standard library, in minutes
 # make rehearse    the TPU path of a small GPT on eight virtual devices, with a resume, in minutes
+# make preflight   GPT-2 124M compiled by the real TPU compiler, without a TPU: does it fit, how fast, what costs most
+# make soak        a hundred kills, each followed by a resume: is the end that of an unbroken run?
+# make bench       the time that training stands still for a checkpoint of GPT-2 124M
 # make test        everything that is checked
 # make test-2.8    the TPU's tests on torch_xla 2.8.0, the version of Kaggle's image
 # make notebooks   build the notebooks from their .py twins and py/; fails when a committed one differs
@@ -10,7 +13,9 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 DEMO ?= runs/demo
 
-.PHONY: demo rehearse test test-2.8 notebooks owner clean
+PRESET ?= gpt2-124m
+
+.PHONY: demo rehearse preflight soak bench test test-2.8 notebooks owner clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -23,6 +28,15 @@ rehearse: $(VENV)/.ready
 	$(RUN) py/train_gpt.py --preset tiny --platform virtual-tpu --data_folder data/stdlib --run_folder runs/rehearsal \
 		--tokens_per_step 2048 --max_steps 40 --stop_at 20 --save_every 20 --eval_every 20 --log_every 5
 	$(RUN) py/resume_gpt.py --source runs/rehearsal --platform virtual-tpu
+
+preflight: $(VENV)/.preflight-ready
+	$(RUN) py/preflight.py --preset $(PRESET) --chip v5e-8
+
+soak: $(VENV)/.ready
+	$(RUN) tests/soak.py --kills 100
+
+bench: $(VENV)/.ready
+	$(RUN) bench/checkpoint_speed.py
 
 test: $(VENV)/.test-ready
 	$(RUN) notebooks/build.py --check
@@ -44,7 +58,12 @@ $(VENV)/.ready: requirements.txt
 	$(RUN) -m pip install --quiet --progress-bar on -r requirements.txt
 	touch $@
 
-$(VENV)/.test-ready: $(VENV)/.ready tests/requirements.txt
+# The TPU compiler, and the JAX that torch_xla 2.9.0 names for its kernels. Nothing of it is used without a TPU otherwise.
+$(VENV)/.preflight-ready: $(VENV)/.ready
+	$(RUN) -m pip install --quiet jax==0.7.1 jaxlib==0.7.1 libtpu==0.0.21
+	touch $@
+
+$(VENV)/.test-ready: $(VENV)/.preflight-ready tests/requirements.txt
 	$(RUN) -m pip install --quiet -r tests/requirements.txt
 	$(RUN) -m pip install --quiet --no-deps openai-whisper==20250625   # for its copy of GPT-2's vocabulary file alone
 	touch $@

@@ -52,10 +52,12 @@ def measure(config, repeats: int, folder: Path) -> None:
     import train_gpt
     runtime = rt.Runtime(config.precision)
     model, optimizer = train_gpt.set_up(config, config.model(config.vocab_size or 384), runtime, None, None)
-    shards = SimpleNamespace(manifest={"splits": {}}, vocab_size=config.vocab_size, reference=None, bytes_per_token=lambda split: 1.0)
+    shards = SimpleNamespace(manifest={"splits": {}}, vocab_size=config.vocab_size, reference=None,
+                             bytes_per_token=lambda split: 1.0)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"\n{datetime.date.today()}, {machine.machine()} with {rt.available_cores()} cores, load {os.getloadavg()[0]:.1f},"
-          f" device {runtime.device_kind()} ({runtime.device.type}), torch {rt.installed_version('torch')}\n{parameters:,} parameters,"
+    print(f"\n{datetime.date.today()}, {machine.machine()} with {rt.available_cores()} cores, load"
+          f" {os.getloadavg()[0]:.1f}, device {runtime.device_kind()} ({runtime.device.type}), torch"
+          f" {rt.installed_version('torch')}\n{parameters:,} parameters,"
           f" {ckpt.size_text(ckpt.BYTES_PER_PARAMETER * parameters)} a checkpoint, in {folder}\n\n"
           "| save | stop, s | written, s | GB/s | memory, GB |\n|---|---|---|---|---|", flush=True)
     for number in range(1, repeats + 1):

@@ -89,7 +89,7 @@ def copy(source: str | Path, folder: str | Path, name: str) -> Path:
 
 
 def tidy(folder: str | Path) -> None:
-    """Remove what cut-off saves left in a run folder; a complete one that was cut off between two renames comes back."""
+    """Remove what cut-off saves left in a run folder; a complete one, cut off between two renames, comes back."""
     for partial in Path(folder).glob(".partial_*"):
         shutil.rmtree(partial, ignore_errors=True)
     for old in Path(folder).glob(".old_*"):
@@ -127,7 +127,8 @@ def save_file(tensors: dict, path: Path) -> dict:
     header, end = {}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)         # the format asks for tensors that begin at a multiple of eight
     parts = (tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values())
@@ -221,16 +222,16 @@ def remove_old(run_folder: str | Path, keep: int) -> None:
 
     A damaged one counts for nothing: otherwise it would take the place of a good one.
     """
-    newest_first = sorted((p for p in Path(run_folder).glob("step_*") if re.fullmatch(r"step_\d{8,}", p.name)), reverse=True)
+    steps = (path for path in Path(run_folder).glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name))
     good = 0
-    for path in newest_first:
+    for path in sorted(steps, reverse=True):
         if good >= keep:
             shutil.rmtree(path, ignore_errors=True)
         elif what_is_wrong(path) is None:
             good += 1
 
 
-# ---- room, and one run a folder ------------------------------------------------------------------------------------------
+# ---- room, and one run a folder ------------------------------------------------------------------------------------
 
 def require_room(run_folder: str | Path, parameters: int, keep: int) -> None:
     """Raise UserError unless the disk has room for all that a run writes: `keep` steps, the best, and one in progress.
@@ -241,9 +242,9 @@ def require_room(run_folder: str | Path, parameters: int, keep: int) -> None:
     needed = max(one, one * (keep + 2) - bytes_held(run_folder))
     free = free_bytes(run_folder)
     if free < needed:
-        raise UserError(f"{run_folder} needs {size_text(needed)} for {keep + 2} checkpoints of {size_text(one)} ({keep} to"
-                        f" keep, the best, one in progress), and only {size_text(free)} are free there: make room, or give a"
-                        " run_folder on a larger disk.")
+        raise UserError(f"{run_folder} needs {size_text(needed)} for {keep + 2} checkpoints of {size_text(one)} ({keep}"
+                        f" to keep, the best, one in progress), and only {size_text(free)} are free there: make room,"
+                        " or give a run_folder on a larger disk.")
 
 
 def require_room_for_one(run_folder: str | Path, parameters: int) -> None:
@@ -273,7 +274,7 @@ def size_text(size: float) -> str:
 
 @contextlib.contextmanager
 def only_run_in(run_folder: str | Path):
-    """Make the run folder and hold it for one run. Raises UserError when that cannot be, or another one is training in it.
+    """Make the run folder and hold it for one run. Raises UserError when that fails, or another run trains in it.
 
     The system lets the lock go when the last process of the run is gone, however it ended.
     """
@@ -281,18 +282,20 @@ def only_run_in(run_folder: str | Path):
         Path(run_folder).mkdir(parents=True, exist_ok=True)
         lock = (Path(run_folder) / ".lock").open("w")
     except OSError as error:
-        raise UserError(f"The run folder {run_folder} cannot be written ({error.strerror}): give another run_folder.") from None
+        raise UserError(f"The run folder {run_folder} cannot be written ({error.strerror}): give another"
+                        " run_folder.") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"Another run is training in {run_folder}: wait for its end, or give another run_folder.") from None
+            raise UserError(f"Another run is training in {run_folder}: wait for its end, or give another"
+                            " run_folder.") from None
         except OSError:
             pass        # a file system without locks: nothing is lost but this check
         yield
 
 
-# ---- writing beside the training -------------------------------------------------------------------------------------------
+# ---- writing beside the training -----------------------------------------------------------------------------------
 
 NO_ERROR_NUMBER = 255        # of a failure that is not the system's
 

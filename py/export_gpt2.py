@@ -32,7 +32,7 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 MASKS = (".attn.bias", ".attn.masked_bias")     # constants in older GPT-2 files, no weights
 
 
-# ---- out ------------------------------------------------------------------------------------------------------------------
+# ---- out --------------------------------------------------------------------------------------------------------
 
 def export(source: str | Path, out: str | Path, format: str = "auto", vocab_size: int = 0) -> Path:
     """Write the model of a run or checkpoint folder to the folder `out`. Returns it.
@@ -49,8 +49,7 @@ def export(source: str | Path, out: str | Path, format: str = "auto", vocab_size
     out = free_folder(out)
     write(out, tensors, geometry, chosen)
     print(f"{newest.path} at step {newest.step} -> {out}, format {chosen}, {geometry}\n"
-          f"vocabulary: {kept} tokens" + (f", {state['vocab_size'] - kept} rows of padding cut" if kept < state["vocab_size"]
-                                          else ", nothing cut"))
+          f"vocabulary: {kept} tokens, {state['vocab_size'] - kept or 'no'} rows of padding cut")
     return out
 
 
@@ -74,8 +73,8 @@ def choose_format(format: str, geometry: GPTConfig) -> str:
     if format not in ("auto", "gpt2", "plain"):
         raise UserError(f"format={format!r} is not known: use 'auto', 'gpt2' or 'plain'.")
     if format == "gpt2" and geometry.qk_norm:
-        raise UserError("This model normalises queries and keys (qk_norm), which GPT-2 does not: export it with format='plain',"
-                        " or train with qk_norm=False.")
+        raise UserError("This model normalises queries and keys (qk_norm), which GPT-2 does not: export it with"
+                        " format='plain', or train with qk_norm=False.")
     return format if format != "auto" else "plain" if geometry.qk_norm else "gpt2"
 
 
@@ -126,10 +125,10 @@ def gpt2_config(geometry: GPTConfig) -> dict:
             "eos_token_id": 50256 if geometry.vocab_size == 50257 else None}
 
 
-# ---- in -------------------------------------------------------------------------------------------------------------------
+# ---- in ---------------------------------------------------------------------------------------------------------
 
 def load(source: str | Path) -> GPT:
-    """The exported model, on the CPU, ready for `gpt.generate`. Raises UserError when the folder is no complete export."""
+    """The exported model, on the CPU, ready for `gpt.generate`. Raises UserError when it is no complete export."""
     tensors, config = read(source)
     geometry = exported_geometry(tensors, config, source)
     model = GPT(geometry)
@@ -140,8 +139,8 @@ def load(source: str | Path) -> GPT:
 def weights_for(geometry: GPTConfig, source: str | Path) -> dict:
     """{our name: fp32 tensor} of exported weights, fitted to a geometry, to start a run from.
 
-    A smaller vocabulary is padded with the mean row: zeros would outweigh all of a trained GPT-2's tokens, whose logits lie
-    far below 0. Longer position tables are cut. Raises UserError with the list of what does not fit.
+    A smaller vocabulary is padded with the mean row: zeros would outweigh all of a trained GPT-2's tokens, whose logits
+    lie far below 0. Longer position tables are cut. Raises UserError with the list of what does not fit.
     """
     tensors, config = read(source)
     found = exported_geometry(tensors, config, source)
@@ -151,7 +150,8 @@ def weights_for(geometry: GPTConfig, source: str | Path) -> dict:
               for name, size, too in (("vocab_size", "a smaller", found.vocab_size > geometry.vocab_size),
                                       ("T", "a larger", found.T < geometry.T)) if too]
     if wrong:
-        raise UserError(f"The weights of init_from={str(source)!r} do not fit the model: {'; '.join(wrong)}: change these settings.")
+        raise UserError(f"The weights of init_from={str(source)!r} do not fit the model: {'; '.join(wrong)}: change"
+                        " these settings.")
     padding = tensors["wte.weight"].mean(0, keepdim=True).expand(geometry.vocab_size - found.vocab_size, -1)
     return {**tensors, "wte.weight": torch.cat([tensors["wte.weight"], padding]),
             "wpe.weight": tensors["wpe.weight"][:geometry.T].contiguous()}
@@ -166,8 +166,8 @@ def read(source: str | Path) -> tuple:
         tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
         return from_gpt2(tensors), json.loads(config.read_text())
     except FileNotFoundError as error:
-        raise UserError(f"{source} is no exported model: {error.filename or file} is missing; give a folder with {WEIGHTS} and"
-                        f" {CONFIG}.") from None
+        raise UserError(f"{source} is no exported model: {error.filename or file} is missing; give a folder with"
+                        f" {WEIGHTS} and {CONFIG}.") from None
     except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{source} is no exported model: {WEIGHTS} or {CONFIG} cannot be read ({error}).") from None
 
@@ -186,14 +186,17 @@ def exported_geometry(tensors: dict, config: dict, source: str | Path) -> GPTCon
     """Of either config.json; raises UserError for a model of another kind, and for variants that we do not compute."""
     if "geometry" in config:
         return GPTConfig(**config["geometry"])
-    wrong = [f"{name}={config.get(name, standard)!r} instead of {standard!r}" for name, standard in
-             (("model_type", "gpt2"), ("activation_function", "gelu_new"), ("layer_norm_epsilon", 1e-5), ("n_inner", None),
-              ("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False), ("tie_word_embeddings", True))
-             if config.get(name, standard) != standard and not (name == "n_inner" and config[name] == 4 * config["n_embd"])]
+    config = {**config, "n_inner": config.get("n_inner") or 4 * config.get("n_embd", 0)}
+    standard = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+                "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True,
+                "n_inner": 4 * config.get("n_embd", 0)}
+    wrong = [f"{name}={config.get(name, value)!r} instead of {value!r}" for name, value in standard.items()
+             if config.get(name, value) != value]
     if wrong or "wte.weight" not in tensors:
         raise UserError(f"{source} is no GPT-2 as this code computes it: {', '.join(wrong) or 'it has no wte.weight'}.")
     return GPTConfig(vocab_size=config["vocab_size"], T=config["n_positions"], n_layer=config["n_layer"],
-                     n_head=config["n_head"], n_embd=config["n_embd"], dropout=config.get("resid_pdrop", 0.0), qk_norm=False)
+                     n_head=config["n_head"], n_embd=config["n_embd"], dropout=config.get("resid_pdrop", 0.0),
+                     qk_norm=False)
 
 
 def main(arguments: list | None = None) -> None:
@@ -201,7 +204,7 @@ def main(arguments: list | None = None) -> None:
     parser.add_argument("source", help="a run folder (its newest good checkpoint is taken) or a checkpoint folder")
     parser.add_argument("--out", required=True, help="a new folder")
     parser.add_argument("--format", default="auto", help="auto, gpt2, plain")
-    parser.add_argument("--vocab_size", type=int, default=0, help="rows of the vocabulary to keep; 0: those that the data uses")
+    parser.add_argument("--vocab_size", type=int, default=0, help="rows to keep; 0: those that the data uses")
     options = parser.parse_args(arguments)
     export(options.source, options.out, options.format, options.vocab_size)
 

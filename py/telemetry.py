@@ -42,8 +42,8 @@ class RunLog:
                 with self.path.open("a") as file:
                     file.write(json.dumps(record) + "\n")
             except OSError as error:
-                raise UserError(f"The log {self.path} cannot be written ({error.strerror}): was it moved or removed, or is the"
-                                " disk full? Put it right, and resume from the newest checkpoint.") from None
+                raise UserError(f"The log {self.path} cannot be written ({error.strerror}): was it moved or removed, or"
+                                " is the disk full? Put it right, and resume from the newest checkpoint.") from None
 
 
 def read_log(folder: str | Path) -> list[dict]:

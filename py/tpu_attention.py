@@ -91,7 +91,7 @@ def _function():
 @functools.cache
 def lowered(shape: tuple, n_head: int, qk_norm: bool, interpret: bool) -> tuple:
     """Two functions on XLA tensors: forward, qkv -> y and what the backward pass needs; backward, that and dy -> dqkv."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")       # JAX would take the TPU from torch_xla
+    os.environ["JAX_PLATFORMS"] = "cpu"         # JAX would take the TPU from torch_xla
     import jax
     import jax.numpy as jnp
     core, tree = attention_core(shape, n_head, qk_norm, interpret), None

@@ -49,7 +49,7 @@ class TrainConfig:
     data_folder: str = "data/shards"    # token shards, made by data_prep/prepare.py
     run_folder: str = "runs/gpt"        # everything the run produces; an existing run is never overwritten
     resume_from: str = ""               # a checkpoint folder; resume_gpt fills it in
-    init_from: str = ""                 # start from these weights, a folder made by export_gpt2 or a GPT-2; "": from scratch
+    init_from: str = ""                 # start from weights: a folder of export_gpt2, or a GPT-2; "": from scratch
 
     # the model
     vocab_size: int = 50304             # GPT-2's 50,257 padded to a multiple of 128; 0: take it from the data
@@ -59,6 +59,7 @@ class TrainConfig:
     n_embd: int = 768
     dropout: float = 0.0
     qk_norm: bool = True
+    attention: str = "auto"             # auto: kernels on a TPU, after a trial on the chip; plain: written out
     recompute: bool = False             # recompute blocks in the backward pass: less memory, about a third slower
 
     # the batch
@@ -84,7 +85,7 @@ class TrainConfig:
     eval_every: int = 250
     eval_windows: int = 320             # fixed validation windows, the same at every evaluation
     save_every: int = 500               # a checkpoint of GPT-2 124M is 1.5 GB, written beside the training
-    save_minutes: float = 15.0          # save as well when the last save is so old: a T4 takes hours for 500 steps; 0: off
+    save_minutes: float = 15.0          # save also when the last one is so old: a T4 takes hours for 500 steps; 0: off
     keep_checkpoints: int = 2
     sample_tokens: int = 120            # length of each of the three samples at the end; 0: none
 
@@ -98,8 +99,8 @@ class TrainConfig:
         for name in ("T", "n_layer", "n_head", "n_embd", "tokens_per_step", "micro_batch", "max_steps", "log_every",
                      "eval_every", "eval_windows", "save_every"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("vocab_size", "stop_at", "max_minutes", "save_minutes", "warmup_steps", "processes", "sample_tokens", "seed",
-                     "weight_decay"):
+        for name in ("vocab_size", "stop_at", "max_minutes", "save_minutes", "warmup_steps", "processes",
+                     "sample_tokens", "seed", "weight_decay"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative.")
         require(self.n_embd % self.n_head == 0,
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: heads share the channels equally.")
@@ -112,6 +113,7 @@ class TrainConfig:
         require(self.clip_norm > 0, f"clip_norm={self.clip_norm} must be above 0.")
         require(self.keep_checkpoints >= 2, f"keep_checkpoints={self.keep_checkpoints} must be at least 2: with one, a"
                 " damaged file would be the end of the run.")
+        require(self.attention in ("auto", "plain"), f"attention={self.attention!r} is not known: use 'auto' or 'plain'.")
         require(self.precision in ("auto", "fp32", "bf16", "fp16"),
                 f"precision={self.precision!r} is not known: use 'auto', 'fp32', 'bf16' or 'fp16'.")
 
@@ -357,8 +359,8 @@ def set_up(config: TrainConfig, geometry: GPTConfig, runtime: rt.Runtime, resume
     The order matters: weights on the CPU, then the device, then the optimizer and its state, with a sync after each.
     """
     model = model or build_model(config, geometry)
-    kernels = tpu_attention.choose(runtime, config.micro_batch, config.T, config.n_embd, config.n_head, config.qk_norm,
-                                   config.dropout)
+    kernels = config.attention == "auto" and tpu_attention.choose(runtime, config.micro_batch, config.T, config.n_embd,
+                                                                  config.n_head, config.qk_norm, config.dropout)
     model.use(attention_for(runtime.device.type), runtime.checkpoint_function() if config.recompute else None, kernels)
     if resumed or config.init_from:
         ckpt.load_model(model, resumed.model() if resumed else initial_weights(config, geometry))
@@ -408,7 +410,7 @@ def save(config: TrainConfig, runtime: rt.Runtime, writer: ckpt.Writer, model, o
     """
     runtime.check_replicas(dict(model.named_parameters()), f"at step {step}")
     parameters = sum(p.numel() for p in model.parameters())
-    writer.start(ckpt.require_room_for_one, config.run_folder, parameters)      # a failure here is shared like any other
+    writer.start(ckpt.require_room_for_one, config.run_folder, parameters)      # its failure is shared like any other
     finish_saving(config, runtime, writer)
     if runtime.is_main:
         state = dict(config=dataclasses.asdict(config), best_val_loss=best, data=data_identity(shards),
@@ -418,8 +420,9 @@ def save(config: TrainConfig, runtime: rt.Runtime, writer: ckpt.Writer, model, o
                      ckpt.optimizer_tensors(optimizer, model), state, is_best)
 
 
-def write_checkpoint(config: TrainConfig, shards, step: int, model: dict, optimizer: dict, state: dict, is_best: bool) -> None:
-    """The writer's job: the new checkpoint first, complete and verified; only then the best, the old ones and the curve."""
+def write_checkpoint(config: TrainConfig, shards, step: int, model: dict, optimizer: dict, state: dict,
+                     is_best: bool) -> None:
+    """The writer's job: the new checkpoint, complete and verified; only then the best, the old ones and the curve."""
     path = ckpt.save(config.run_folder, ckpt.step_folder(step), step, model, optimizer, state)
     if is_best:
         ckpt.copy(path, config.run_folder, "best")
@@ -446,8 +449,8 @@ def raise_if_failed(config: TrainConfig, writer: ckpt.Writer, code: float) -> No
     if not writer.failure and round(code) == ckpt.NO_ERROR_NUMBER:
         time.sleep(2)       # the first words are shown, and the main process's own say more
     reason = (writer.failure.strerror or str(writer.failure)) if writer.failure else os.strerror(round(code))
-    raise UserError(f"The newest checkpoint could not be written to {config.run_folder}: {reason}. Older checkpoints are"
-                    " untouched; make room and resume.")
+    raise UserError(f"The newest checkpoint could not be written to {config.run_folder}: {reason}. Older checkpoints"
+                    " are untouched; make room and resume.")
 
 
 def ran_on(config: TrainConfig, runtime: rt.Runtime) -> dict:
@@ -463,8 +466,8 @@ def what_changed(before: dict, now: dict, dropout: float) -> str:
         return "resumed on the same kind of device: exact, as if it had never stopped"
     differs = "dropout and the rounding of sums differ" if dropout and before["processes"] != now["processes"] else \
         "the rounding of sums differs"
-    return (f"resumed with {', '.join(changes)}: the order of data and the learning rates stay the same, {differs}, so the"
-            " losses are close, not equal to the bit")
+    return (f"resumed with {', '.join(changes)}: the order of data and the learning rates stay the same, {differs}, so"
+            " the losses are close, not equal to the bit")
 
 
 def data_identity(shards) -> str:
@@ -529,7 +532,7 @@ def run_workers(config: TrainConfig, model: GPT | None, platform: rt.Platform) -
         try:
             rt.launch(train_worker, (config, model), platform, config.processes, scratch)
         except UserError as error:
-            # Accelerate's launcher takes over the handlers for several processes, and raises once all have saved and ended.
+            # For several processes Accelerate's launcher takes over the handlers, and raises once all have saved.
             ended_by = re.search(r"got signal: (\d+)", str(error))
             if not ended_by:
                 with contextlib.suppress(OSError):
@@ -627,8 +630,8 @@ def steps_done(config: TrainConfig) -> int:
 
 
 def say_how_to_go_on(config: TrainConfig) -> None:
-    print(f"stopped and saved at step {steps_done(config)} of {config.max_steps}: continue with the notebook gpt_resume, or"
-          f" with py/resume_gpt.py --source {config.run_folder}")
+    print(f"stopped and saved at step {steps_done(config)} of {config.max_steps}: continue with the notebook gpt_resume,"
+          f" or with py/resume_gpt.py --source {config.run_folder}")
 
 
 SAMPLES, PROMPT_TOKENS, SAMPLE_COUNT = "samples.txt", 24, 3

@@ -4,8 +4,8 @@
     python tests/soak.py --kills 5 --steps 100  # what the test suite does
 
 Each life of the run is a process group of its own that ends by `kill -9`, a third of them inside a save; the next life
-resumes it. At the end the weights and the optimizer's state must equal those of the unbroken run bit for bit. Every life
-must have begun at the newest complete checkpoint that lay there, and no step once complete may be lost again.
+resumes it. At the end the weights and the optimizer's state must equal those of the unbroken run bit for bit. Every
+life must have begun at the newest complete checkpoint that lay there, and no step once complete may be lost again.
 
 A life is forked from this process, which has loaded torch already: 100 lives would otherwise be mostly imports.
 """
@@ -28,7 +28,8 @@ import runtime as rt  # noqa: E402
 
 # A checkpoint of 3 MB takes long enough to be hit while it is written, and short enough to be written often.
 SETTINGS = dict(preset="tiny", platform="cpu", sample_tokens=0, n_embd=96, n_layer=2, dropout=0.1, tokens_per_step=64,
-                micro_batch=1, max_steps=300, save_every=5, eval_every=50, eval_windows=8, log_every=5, save_minutes=0.0)
+                micro_batch=1, max_steps=300, save_every=5, eval_every=50, eval_windows=8, log_every=5,
+                save_minutes=0.0)
 LIFE_SECONDS = 60           # a life that does neither end nor reach its kill in this time hangs: the soak fails
 
 
@@ -72,10 +73,10 @@ def soak(options, folder: Path) -> None:
         counts["runs"] += 1
         killed_run(folder / f"killed_{counts['runs']}", shards, unbroken, options, counts, chance, begun)
     print(f"{counts['kills']} kills over {counts['runs']} runs, {counts['inside a save']} inside a save,"
-          f" {counts['before the first checkpoint']} before the first checkpoint; {counts['resumes']} resumes, each from the newest"
-          f" complete checkpoint; {counts['equal runs']} of {counts['runs']} runs ended with weights and optimizer state equal to"
-          f" the unbroken run, bit for bit; 0 runs lost, 0 steps back; seed {options.seed},"
-          f" {time.monotonic() - begun:.0f} s")
+          f" {counts['before the first checkpoint']} before the first checkpoint, {counts['killed while loading']}"
+          f" while loading; {counts['resumes']} resumes, each from the newest complete checkpoint; {counts['equal runs']} of"
+          f" {counts['runs']} runs ended with weights and optimizer state equal to the unbroken run, bit for bit; 0"
+          f" runs lost, 0 steps back; seed {options.seed}, {time.monotonic() - begun:.0f} s")
 
 
 def make_shards(folder: Path) -> Path:
@@ -84,7 +85,8 @@ def make_shards(folder: Path) -> Path:
     return folder / "shards"
 
 
-def killed_run(run: Path, shards: Path, unbroken: Path, options, counts: Counter, chance: random.Random, begun: float) -> None:
+def killed_run(run: Path, shards: Path, unbroken: Path, options, counts: Counter, chance: random.Random,
+               begun: float) -> None:
     """Start a run and kill it until it is finished or the kills are used up; then let it end, and compare."""
     reached, life = 0, 0
     while True:
@@ -98,20 +100,20 @@ def killed_run(run: Path, shards: Path, unbroken: Path, options, counts: Counter
         left_before = cut_off_folders(run)
         kill = next_kill(counts, chance, options.processes) if counts["kills"] < options.kills else None
         killed = live(run, shards, options.processes, output, kill)
-        check_start(output.read_text(), before, run, killed)
+        said = check_start(output.read_text(), before, run, killed)
+        counts["resumes" if before and said else "fresh starts" if said else "killed while loading"] += 1
         if not killed:
             break
         count_kill(run, left_before, counts)
         if counts["kills"] % 10 == 0 or counts["kills"] == options.kills:
             print(f"  {counts['kills']} kills, {counts['inside a save']} inside a save, run {counts['runs']} at step"
                   f" {newest_complete(run)} of {SETTINGS['max_steps']}, {time.monotonic() - begun:.0f} s", flush=True)
-    counts["resumes"] += life - 1
     compare(run, unbroken)
     counts["equal runs"] += 1
 
 
 def next_kill(counts: Counter, chance: random.Random, processes: int) -> tuple:
-    """(kind, seconds, saves): inside the nth save until a third of the kills were; else at any moment, loading included."""
+    """(kind, seconds, saves): inside the nth save until a third of the kills were; else at any moment."""
     if 3 * counts["inside a save"] <= counts["kills"]:
         return "save", chance.uniform(0, 0.02), chance.randint(1, 3)
     return "any", chance.uniform(0, 3.0 * processes), 0
@@ -166,7 +168,8 @@ def kill_moment(run: Path, kill: tuple):
 def cut_off_folders(run: Path) -> set:
     """{(name, inode)} of the folders of saves that are under way, or were when their life ended."""
     try:
-        return {(entry.name, entry.inode()) for entry in os.scandir(run) if entry.name.startswith((".partial_", ".old_"))}
+        return {(entry.name, entry.inode()) for entry in os.scandir(run)
+                if entry.name.startswith((".partial_", ".old_"))}
     except FileNotFoundError:
         return set()
 
@@ -182,7 +185,7 @@ def wait_for_group(group: int) -> None:
 
 
 def become_the_run(run: Path, shards: Path, processes: int, output: Path) -> None:
-    """In the forked child: what `train_gpt` or `resume_gpt` do from a shell, with the output in a file. Never returns."""
+    """In the forked child: what `train_gpt` or `resume_gpt` do from a shell, output in a file. Never returns."""
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1), os.dup2(handle, 2)
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
@@ -205,20 +208,21 @@ def become_the_run(run: Path, shards: Path, processes: int, output: Path) -> Non
 
 
 def newest_complete(run: Path) -> int:
-    """The highest step with a good checkpoint, found by trying them all, not by the code under test's own choice; 0: none."""
+    """The highest step with a good checkpoint, by trying them all, not by the tested code's own choice; 0: none."""
     import checkpoint as ckpt
     steps = [int(path.name[-8:]) for path in run.glob("*step_*") if not path.name.startswith(".partial")
              and ckpt.what_is_wrong(path) is None]
     return max(steps, default=0)
 
 
-def check_start(output: str, before: int, run: Path, killed: bool) -> None:
-    """The life must say that it began at the newest complete checkpoint, unless it was killed before it could say anything."""
+def check_start(output: str, before: int, run: Path, killed: bool) -> bool:
+    """The life must say that it began at the newest complete checkpoint; False when it was killed before."""
     said = re.search(r"resuming .* at step (\d+) of", output) or re.search(r"^steps: (\d+) to ", output, re.MULTILINE)
     if said is None and not killed and "already finished" not in output:
         raise Lost(f"{run} did not say where it began:\n{output}")
     if said and int(said.group(1)) != before:
         raise Lost(f"{run} began at step {said.group(1)}, but step {before} was complete:\n{output}")
+    return said is not None or not killed
 
 
 def compare(run: Path, unbroken: Path) -> None:
@@ -234,7 +238,7 @@ def compare(run: Path, unbroken: Path) -> None:
 
 
 def damage_everything(run: Path, chance: random.Random) -> None:
-    """Every file of the newest checkpoint truncated, one bit flipped, emptied, deleted: found, said, the one before taken."""
+    """Each file of the newest checkpoint truncated, a bit flipped, emptied, deleted: found, said, the one before taken."""
     import checkpoint as ckpt
     found, tried = Counter(), Counter()
     newest = ckpt.find_newest(run)
@@ -249,8 +253,8 @@ def damage_everything(run: Path, chance: random.Random) -> None:
             found[damage] += (taken.step < newest.step and len(said) == 1 and newest.path.name in said[0]
                               and taken.step == newest_complete(copy))
             shutil.rmtree(copy)
-    print("damage to each of the " + f"{len(list(newest.path.iterdir()))} files of a checkpoint, found, said, and the one before"
-          " taken: " + ", ".join(f"{damage} {found[damage]} of {tried[damage]}" for damage in tried))
+    print(f"damage to each of the {len(list(newest.path.iterdir()))} files of a checkpoint, found, said, and the one"
+          " before taken: " + ", ".join(f"{damage} {found[damage]} of {tried[damage]}" for damage in tried))
     if found != tried:
         raise Lost("a damaged file was not found")
 

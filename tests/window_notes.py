@@ -1,4 +1,4 @@
-"""Notes which windows of the data each optimizer step of a run takes. For tests, in any process; loads nothing heavy."""
+"""Notes which windows of the data each optimizer step of a run takes. For tests, in any process."""
 import os
 from pathlib import Path
 

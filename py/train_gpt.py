@@ -341,6 +341,7 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
                         f" the checkpoints in {config.run_folder} are untouched.")
         heartbeat.report("writing the last checkpoint")
         finish_saving(config, runtime, writer)
+    stop_signals.end_soon()
 
 
 KAGGLE_MINUTES = 510        # of 540: a version that is cut off at the limit keeps nothing
@@ -581,6 +582,13 @@ class StopSignals:
             if is_launcher:
                 os.write(2, b"stopping: saves at the next logged step, then ends; once more ends at once\n")
                 self.pass_on(number)
+
+    def end_soon(self) -> None:
+        """After the last save. Accelerate's launcher, stopped by the signal too, would leave its workers waiting 30 s."""
+        if self.received and self.launcher not in (0, os.getpid()):
+            timer = threading.Timer(2.0, os._exit, (0,))
+            timer.daemon = True
+            timer.start()
 
     def pass_on(self, number: int) -> None:
         for child in multiprocessing.active_children():

@@ -80,8 +80,10 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on_exactly(shards, tmp_path, n
     folder = tmp_path / "run"
     process = start(shards, folder, processes=processes, **ENDLESS)
     wait_for(lambda: steps_logged(folder) >= 3, process)
+    begun = time.monotonic()
     (os.killpg if whole_group else os.kill)(process.pid, number)
     assert process.wait(timeout=60) == 128 + number
+    assert time.monotonic() - begun < 20
     output = (tmp_path / "output.txt").read_text()
     newest = ckpt.find_newest(folder)
     assert f"stopped and saved at step {newest.step} of" in output and "Traceback" not in output, output

@@ -32,7 +32,7 @@ rehearse: $(VENV)/.ready
 preflight: $(VENV)/.preflight-ready
 	$(RUN) py/preflight.py --preset $(PRESET) --chip v5e-8
 
-soak: $(VENV)/.ready
+soak: $(VENV)/.test-ready
 	$(RUN) tests/soak.py --kills 100
 
 bench: $(VENV)/.ready

@@ -76,6 +76,9 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%writefile checkpoint.py
 
 # %%
+# %%writefile export_gpt2.py
+
+# %%
 # %%writefile telemetry.py
 
 # %%

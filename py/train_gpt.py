@@ -447,8 +447,8 @@ def raise_if_failed(config: TrainConfig, writer: ckpt.Writer, code: float) -> No
         return
     if writer.failure and not isinstance(writer.failure, OSError):
         raise writer.failure
-    if not writer.failure and round(code) == ckpt.NO_ERROR_NUMBER:
-        time.sleep(2)       # the first words are shown, and the main process's own say more
+    if not writer.failure:
+        time.sleep(2)       # the launcher shows the first words, and those of the rank that wrote say more
     reason = (writer.failure.strerror or str(writer.failure)) if writer.failure else os.strerror(round(code))
     raise UserError(f"The newest checkpoint could not be written to {config.run_folder}: {reason}. Older checkpoints"
                     " are untouched; make room and resume.")

@@ -68,6 +68,12 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%writefile telemetry.py
 
 # %%
+# %%writefile settings.py
+
+# %%
+# %%writefile optimizer.py
+
+# %%
 # %%writefile compile_guard.py
 
 # %%

@@ -272,6 +272,17 @@ def size_text(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
+def unused_run_folder(wanted: str | Path) -> Path:
+    """`wanted`, or `wanted-2`, ... when it holds what a run kept: a second run never writes over the first."""
+    folder, number = Path(wanted), 1
+    while any(folder.glob("step_*")) or (folder / "best").exists() or (folder / MODEL).exists():
+        number += 1
+        folder = Path(f"{wanted}-{number}")
+    if number > 1:
+        print(f"{wanted} already holds a run, which stays as it is: this one goes to {folder}")
+    return folder
+
+
 @contextlib.contextmanager
 def only_run_in(run_folder: str | Path):
     """Make the run folder and hold it for one run. Raises UserError when that fails, or another run trains in it.

@@ -21,6 +21,7 @@ import telemetry
 import token_data
 import train_gpt
 from runtime import UserError
+from settings import nearest_name, require
 
 SEARCHED = ("runs", "/kaggle/input")
 
@@ -66,11 +67,11 @@ def continued_config(newest: ckpt.Checkpoint, run: Path, changes: dict) -> train
     saved = newest.state()["config"]
     known = [field.name for field in dataclasses.fields(train_gpt.TrainConfig)]
     for name in changes:
-        train_gpt.require(name in known, f"setting {name!r} is not known{train_gpt.nearest_name(name, known)}.")
+        require(name in known, f"setting {name!r} is not known{nearest_name(name, known)}.")
     refused = [f"{name} ({saved[name]!r} -> {value!r})" for name, value in changes.items()
                if name not in HARMLESS and value != saved[name]]
-    train_gpt.require(not refused, f"A resumed run cannot change {', '.join(refused)}: that would be another training;"
-                      " start a new run for it.")
+    require(not refused, f"A resumed run cannot change {', '.join(refused)}: that would be another training;"
+            " start a new run for it.")
     where = {"platform": "auto", "processes": 0, "stop_at": 0, "run_folder": str(run), "resume_from": str(newest.path)}
     return train_gpt.TrainConfig(**{**saved, **where, **changes})
 
@@ -110,13 +111,13 @@ def writable(folder: Path) -> bool:
 
 def check_data(newest: ckpt.Checkpoint, config: train_gpt.TrainConfig) -> None:
     shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
-    train_gpt.require(train_gpt.data_identity(shards) == newest.state()["data"],
-                      f"The shards in {config.data_folder} are not those that the run was trained on: give the folder of"
-                      " the original ones as data_folder.")
+    require(train_gpt.data_identity(shards) == newest.state()["data"],
+            f"The shards in {config.data_folder} are not those that the run was trained on: give the folder of"
+            " the original ones as data_folder.")
 
 
 def take_over_log(run: Path, folder: Path) -> None:
-    train_gpt.require(not any(folder.glob("step_*")), f"{folder} already holds another run: give a free run_folder.")
+    require(not any(folder.glob("step_*")), f"{folder} already holds another run: give a free run_folder.")
     folder.mkdir(parents=True, exist_ok=True)
     if (run / telemetry.LOG_NAME).exists():
         shutil.copy(run / telemetry.LOG_NAME, folder / telemetry.LOG_NAME)
@@ -127,11 +128,11 @@ def main(arguments: list | None = None) -> None:
     source = None
     if "--source" in arguments:
         at = arguments.index("--source")
-        train_gpt.require(at + 1 < len(arguments), "--source needs a folder.")
+        require(at + 1 < len(arguments), "--source needs a folder.")
         source = arguments[at + 1]
         del arguments[at:at + 2]
     changes = train_gpt.settings_from_command_line(arguments)
-    train_gpt.require(changes.pop("preset") == "auto", "A resumed run takes its settings from the checkpoint: leave preset out.")
+    require(changes.pop("preset") == "auto", "A resumed run takes its settings from the checkpoint: leave preset out.")
     resume(source, rt.patch_environment(changes.get("platform", "auto")), **changes)
 
 

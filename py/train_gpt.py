@@ -7,10 +7,8 @@ or, from a notebook:  train_gpt.launch(train_gpt.make_config(data_folder="data/s
 
 Everything the run produces lies in its run folder: log.jsonl, curve.png, samples.txt, config.json, checkpoints.
 """
-import argparse
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -23,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,12 +32,15 @@ if __name__ == "__main__":
 import torch
 
 import checkpoint as ckpt
+import settings as template_settings
 import telemetry
 import token_data
 import tpu_attention
 from compile_guard import CompileGuard
 from gpt import GPT, GPTConfig, attention_for, decay_groups, flops_per_token, generate, token_losses
+from optimizer import adamw, set_learning_rate, warmup_cosine
 from runtime import UserError
+from settings import check_types, nearest_multiples, require
 
 
 @dataclass(frozen=True)
@@ -154,35 +154,7 @@ def make_config(preset: str = "auto", **settings) -> TrainConfig:
     if preset == "auto":
         found = rt.detect_platform(settings.get("platform", "auto"))
         preset = "gpt2-124m" if found.name in ("tpu", "gpu") else "demo"
-    known = [field.name for field in dataclasses.fields(TrainConfig)]
-    require(preset in PRESETS, f"preset={preset!r} is not known{nearest_name(preset, PRESETS)}: the presets are"
-            f" {', '.join(PRESETS)}.")
-    for name in settings:
-        require(name in known, f"setting {name!r} is not known{nearest_name(name, known)}.")
-    return TrainConfig(**{**PRESETS[preset], **settings})
-
-
-def require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise UserError(sentence)
-
-
-def nearest_name(name: str, known) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
-
-
-def nearest_multiples(value: int, base: int) -> str:
-    below = value // base * base
-    return f"{below} and {below + base}" if below else str(base)
-
-
-def check_types(config) -> None:
-    """Refuse a value of the wrong type, such as '1e-4' for a float; an int is taken where a float is wanted."""
-    for name, kind in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) if kind is float else type(value) is kind
-        require(fits, f"{name}={value!r} must be of type {kind.__name__}, not {type(value).__name__}.")
+    return template_settings.make_config(TrainConfig, PRESETS, preset, settings)
 
 
 def count_micro_steps(config: TrainConfig, processes: int) -> int:
@@ -196,12 +168,7 @@ def count_micro_steps(config: TrainConfig, processes: int) -> int:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then cosine; a function of the step alone, so it is the same for any number of processes."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
-    lowest = config.learning_rate * config.final_lr_fraction
-    return lowest + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (config.learning_rate - lowest)
+    return warmup_cosine(step, config.learning_rate, config.warmup_steps, config.max_steps, config.final_lr_fraction)
 
 
 # ---- the worker ---------------------------------------------------------------------------------------------------------
@@ -213,15 +180,7 @@ def build_model(config: TrainConfig, geometry: GPTConfig) -> GPT:
 
 
 def make_optimizer(config: TrainConfig, model, on_xla: bool) -> torch.optim.AdamW:
-    """AdamW with decay groups. On XLA the step and the learning rate are tensors, so neither changes the program."""
-    return torch.optim.AdamW(decay_groups(model, config.weight_decay), lr=torch.tensor(1e-9) if on_xla else 1e-9,
-                             betas=(config.beta1, config.beta2), foreach=False if on_xla else None, capturable=on_xla)
-
-
-def set_learning_rate(optimizer, value: float, device) -> None:
-    lr = torch.tensor(value).to(device) if device.type == "xla" else value
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    return adamw(decay_groups(model, config.weight_decay), on_xla, betas=(config.beta1, config.beta2))
 
 
 @torch.no_grad()
@@ -509,7 +468,7 @@ def launch(config: TrainConfig, platform: rt.Platform | None = None, model: GPT 
     count_micro_steps(config, config.processes)
     shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
     if not config.resume_from:
-        config = dataclasses.replace(config, run_folder=str(unused_run_folder(config.run_folder)))
+        config = dataclasses.replace(config, run_folder=str(ckpt.unused_run_folder(config.run_folder)))
     geometry = geometry_for(config, shards)
     ckpt.require_room(config.run_folder, count_parameters(geometry), config.keep_checkpoints)
     if config.init_from and not config.resume_from:
@@ -605,17 +564,6 @@ class StopSignals:
 stop_signals = StopSignals()
 
 
-def unused_run_folder(wanted: str) -> Path:
-    """`wanted`, or `wanted-2`, ... when it holds checkpoints: a second run never writes over the first."""
-    folder, number = Path(wanted), 1
-    while any(folder.glob("step_*")) or (folder / "best").exists():
-        number += 1
-        folder = Path(f"{wanted}-{number}")
-    if number > 1:
-        print(f"{wanted} already holds a run, which stays as it is: this one goes to {folder}")
-    return folder
-
-
 def show_result(config: TrainConfig) -> None:
     """Print validation loss against the byte models, three samples, and where everything lies."""
     shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
@@ -674,24 +622,7 @@ def decoder(encoding_name: str):
 
 
 def settings_from_command_line(arguments: list | None = None) -> dict:
-    """--name value for `preset` and every field of TrainConfig; values take the field's type."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="auto", help=f"auto, {', '.join(PRESETS)}")
-    for name, kind in typing.get_type_hints(TrainConfig).items():
-        parser.add_argument(f"--{name}", type=parse_bool if kind is bool else kind, default=None)
-    known, unknown = parser.parse_known_args(arguments)
-    for word in unknown:
-        name = word.lstrip("-").split("=")[0]
-        require(False, f"argument {word!r} is not known{nearest_name(name, vars(known))}.")
-    return {name: value for name, value in vars(known).items() if value is not None}
-
-
-def parse_bool(text: str) -> bool:
-    if text.lower() in ("true", "1", "yes"):
-        return True
-    if text.lower() in ("false", "0", "no"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return template_settings.settings_from_command_line(TrainConfig, PRESETS, __doc__, arguments)
 
 
 def main(arguments: list | None = None) -> None:

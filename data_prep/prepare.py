@@ -20,9 +20,10 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "py"))     # for runtime, token_data; no harm in a notebook
 
+from foreign_shards import has_token_files
 from runtime import UserError
 from shard_writer import SHARD_TOKENS, SplitWriter, already_prepared, check_disk, unfinished_folder, write_manifest
-from text_encodings import encode_documents, get_encoding, looks_special, valid_text
+from text_encodings import encode_documents, folders_below, get_encoding, looks_special, valid_text
 from text_sources import LONG_FILE, Document, TextFile, find_texts, read_documents
 from token_data import dtype_for
 
@@ -198,19 +199,21 @@ def find_or_prepare(data: str = "auto", encoding: str = "auto", small_model: boo
                     inputs: str | Path = "/kaggle/input") -> str:
     """The folder of token shards to train from, made here when there is none.
 
-    data: a folder of shards; a text file or folder; "stdlib"; or "auto": the shards among the inputs, else stdlib.
+    data: a folder of shards, ours or those of nanoGPT, llm.c, build-nanogpt; a text file or folder; "stdlib"; or
+    "auto": the shards among the inputs, else stdlib.
     encoding: for text; "auto" means bytes for a small model, whose embedding would be mostly vocabulary otherwise.
     Text is prepared once into `out`/<its name>. Raises UserError when several inputs hold shards, and as prepare does.
     """
     if data == "auto":
-        found = sorted(str(path.parent) for path in Path(inputs).rglob("manifest.json") if is_shard_manifest(path))
+        found = sorted(str(folder) for folder in folders_below(Path(inputs))
+                       if is_shard_manifest(folder / "manifest.json") or has_token_files(folder, look=True))
         if len(found) > 1:
             raise UserError(f"Several inputs hold token shards: {', '.join(found)}; name one of them as DATA.")
         if not found:
             print("no token shards among the inputs: reading Python's own standard library, a small corpus that shows"
                   " that everything works; attach shards of your own for a real run")
         data = found[0] if found else "stdlib"
-    if is_shard_manifest(Path(data) / "manifest.json"):
+    if is_shard_manifest(Path(data) / "manifest.json") or has_token_files(data):
         print(f"token shards: {data}")
         return str(data)
     name = get_encoding("bytes" if encoding == "auto" and small_model else encoding).name

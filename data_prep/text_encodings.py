@@ -164,7 +164,7 @@ def find_gpt2_vocabulary() -> tuple[bytes | None, list[Path]]:
 
 
 def _vocabulary_candidates() -> Iterator[Path]:
-    for folder in [*_vocabulary_folders(), *_folders_below(INPUTS)]:
+    for folder in [*_vocabulary_folders(), *folders_below(INPUTS)]:
         yield from (folder / name for name in FILE_NAMES if (folder / name).is_file())
 
 
@@ -175,8 +175,8 @@ def _vocabulary_folders() -> list[Path]:
     return [Path(name) for name in named] + [Path(tempfile.gettempdir()) / "data-gym-cache", Path.cwd(), *assets]
 
 
-def _folders_below(top: Path) -> Iterator[Path]:
-    """Breadth first, so that a limit cuts off the deep ones."""
+def folders_below(top: Path) -> Iterator[Path]:
+    """A folder and those below it, breadth first, so that the limit cuts off the deep ones."""
     level, count = [top], 0
     while level and count < MOST_FOLDERS_SEARCHED:
         yield from level

@@ -56,6 +56,9 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%writefile tpu_attention.py
 
 # %%
+# %%writefile foreign_shards.py
+
+# %%
 # %%writefile token_data.py
 
 # %%

@@ -5,14 +5,15 @@
     x, y = shards.val.windows_at(eval_windows(shards.val, 64))
 
 A shard folder, made by data_prep/prepare.py, holds manifest.json (written last) and raw little-endian train_00000.bin,
-val_00000.bin, ... A window is T+1 tokens: T inputs, and the same shifted by one as targets. Windows start every T
-tokens and never cross a shard.
+val_00000.bin, ... The files of nanoGPT, llm.c and build-nanogpt are read as they are (foreign_shards.py). A window is
+T+1 tokens: T inputs, and the same shifted by one as targets. Windows start every T tokens and never cross a shard.
 
 The order of training is a pure function of (seed, position), so a run's place in the data is one integer, the number of
 windows seen. It is the same for any number of processes, and nothing has to be saved or replayed to resume.
 """
 import hashlib
 import json
+import mmap
 import os
 import time
 from operator import index       # int() would take "12" and 1.5 as well
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+import foreign_shards
 from runtime import UserError
 
 FORMAT, VERSION = "gpt-token-shards", 1
@@ -36,14 +38,18 @@ def dtype_for(vocab_size: int) -> str:
 def read_manifest(folder) -> dict:
     """The manifest of a finished shard folder, its fields and the sizes of its files checked.
 
-    Raises UserError (one sentence) for a folder that is missing, unfinished, foreign, damaged or cut short.
+    For token files that other projects made, what a manifest would say: see foreign_shards.py. Raises UserError (one
+    sentence) for a folder that is missing, unfinished, of an unknown kind, damaged or cut short.
     """
     folder = Path(folder)
     if not os.path.isdir(folder):
         raise UserError(f"There is no shard folder {folder}: {HOW_TO_PREPARE}, or correct the path.")
     path = folder / "manifest.json"
     if not os.path.isfile(path):
-        raise UserError(f"{folder} holds no manifest.json, so it is no finished shard folder: {HOW_TO_PREPARE}.")
+        if foreign := foreign_shards.describe(folder):
+            return foreign
+        raise UserError(f"{folder} holds no manifest.json, so it is no finished shard folder, and no token files of "
+                        f"nanoGPT, llm.c or .npy: {HOW_TO_PREPARE}.")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -93,11 +99,12 @@ def verify_hashes(folder) -> None:
     """
     folder, manifest = Path(folder), read_manifest(folder)
     shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
-    dtype = _stored_dtype(manifest)
-    total, done, said = sum(shard["tokens"] for shard in shards) * dtype.itemsize, 0, time.monotonic()
+    total = sum(shard["tokens"] * stored_dtype(manifest, shard).itemsize for shard in shards)
+    done, said = 0, time.monotonic()
     for shard in shards:
-        digest, largest = hashlib.sha256(), -1
+        digest, largest, dtype = hashlib.sha256(), -1, stored_dtype(manifest, shard)
         with open(folder / shard["file"], "rb") as stream:
+            stream.seek(shard.get("offset", 0))
             while block := stream.read(2 ** 23):
                 digest.update(block)
                 largest = max(largest, int(np.frombuffer(block, dtype).max()))
@@ -110,18 +117,30 @@ def verify_hashes(folder) -> None:
                             "the manifest): copy the whole shard folder again, or prepare the data again.")
 
 
-def _stored_dtype(manifest: dict) -> np.dtype:
-    return np.dtype(manifest["dtype"]).newbyteorder("<")
+def stored_dtype(manifest: dict, shard: dict) -> np.dtype:
+    return np.dtype(shard.get("dtype", manifest["dtype"])).newbyteorder("<")
 
 
-def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    try:
-        return np.memmap(path, dtype, "r")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
+class ShardMap:
+    """The ids of one shard, memory mapped. `release` gives the memory of what was read back; the mapping stays."""
+
+    def __init__(self, path: Path, dtype: np.dtype, offset: int, tokens: int):
+        try:
+            with open(path, "rb") as stream:
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
+        self.ids = np.frombuffer(self._map, dtype, tokens, offset)
+
+    def release(self) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):      # Linux: the pages stay in the system's cache while there is room
+            self._map.madvise(mmap.MADV_DONTNEED)
 
 
 # ---- windows of tokens -----------------------------------------------------------------------------------------------
+
+RELEASE_EVERY = 1024        # windows: a first touch maps up to 64 KiB around it, so they hold at most 64 MiB
+
 
 class TokenSplit:
     """One split, memory mapped. `tokens`, text `bytes`, and `windows` of T+1 tokens, numbered through the shards."""
@@ -130,11 +149,12 @@ class TokenSplit:
         entry = manifest["splits"][name]
         self.name, self.T = name, T
         self.tokens, self.bytes = entry["tokens"], entry["bytes"]
-        shards = [shard for shard in entry["shards"] if shard["tokens"] > T]      # numpy cannot map an empty file
-        self._shards = [_map(Path(folder) / shard["file"], _stored_dtype(manifest)) for shard in shards]
+        shards = [shard for shard in entry["shards"] if shard["tokens"] > T]      # an empty file cannot be mapped
+        self._shards = [ShardMap(Path(folder) / shard["file"], stored_dtype(manifest, shard), shard.get("offset", 0),
+                                 shard["tokens"]) for shard in shards]
         # the last target of a window is the first input of the next: n tokens hold (n - 1) // T windows
-        self._first_window = np.cumsum([0] + [(len(shard) - 1) // T for shard in self._shards])
-        self.windows = int(self._first_window[-1])
+        self._first_window = np.cumsum([0] + [(shard["tokens"] - 1) // T for shard in shards])
+        self.windows, self._unreleased = int(self._first_window[-1]), 0
 
     def windows_at(self, indices) -> tuple[np.ndarray, np.ndarray]:
         """Inputs x and targets y of the B windows with these numbers: two int32 arrays (B, T), y shifted by one.
@@ -148,8 +168,18 @@ class TokenSplit:
         which = np.searchsorted(self._first_window, indices, side="right") - 1
         for row, (shard, window) in enumerate(zip(which, indices)):
             start = (window - self._first_window[shard]) * self.T
-            block[row] = self._shards[shard][start:start + self.T + 1]
+            block[row] = self._shards[shard].ids[start:start + self.T + 1]
+        self._release(len(indices))
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
+
+
+    def _release(self, windows: int) -> None:
+        """Keep resident memory flat over a run, whatever the size of the shards."""
+        self._unreleased += windows
+        if self._unreleased >= RELEASE_EVERY:
+            self._unreleased = 0
+            for shard in self._shards:
+                shard.release()
 
 
 class TokenShards:
@@ -161,10 +191,17 @@ class TokenShards:
         self.encoding, self.reference = manifest["encoding"], manifest["reference"]
         self.train, self.val = (TokenSplit(folder, name, manifest, T) for name in ("train", "val"))
 
-    def bytes_per_token(self, split: str) -> float:
-        """Text bytes a token of 'train' or 'val', separators counted: nats a token / this = nats a byte."""
+    def bytes_per_token(self, split: str) -> float | None:
+        """Text bytes a token of 'train' or 'val', separators counted: nats a token / this = nats a byte.
+
+        None where nobody knows: files of other projects do not say it.
+        """
         split = getattr(self, split)
-        return split.bytes / split.tokens
+        return split.bytes / split.tokens if split.bytes else None
+
+    def per_byte(self, val_loss: float) -> float | None:
+        """A loss on val, in nats per token, as nats per byte of text; None where bytes_per_token is."""
+        return val_loss / self.bytes_per_token("val") if self.val.bytes else None
 
 
 def open_shards(folder, T: int, vocab_size: int | None = None) -> TokenShards:

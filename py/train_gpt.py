@@ -251,9 +251,10 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
                 val_loss = evaluate(model, runtime, shards.val, config)
                 is_best = best is None or val_loss < best
                 best = val_loss if is_best else best
-                per_byte = val_loss / shards.bytes_per_token("val")
+                per_byte = shards.per_byte(val_loss)        # None for files that do not say how much text they are
                 log.write(step=step, val_loss=val_loss, val_nats_per_byte=per_byte)
-                runtime.print(f"step {step}  validation loss {val_loss:.4f} per token, {per_byte:.4f} per byte")
+                runtime.print(f"step {step}  validation loss {val_loss:.4f} per token"
+                              + (f", {per_byte:.4f} per byte" if per_byte is not None else ""))
             if saves:
                 heartbeat.report("saving")
                 save(config, runtime, writer, model, optimizer, shards, step, best, is_best)
@@ -437,9 +438,8 @@ def data_identity(shards) -> str:
 
 def reference_losses(shards) -> dict:
     """{label: nats per token} of the byte models that the preparation measured on the same validation text."""
-    scale = shards.bytes_per_token("val")
-    return {name: shards.reference[f"{name}_nats_per_byte"] * scale for name in ("unigram", "bigram")
-            if f"{name}_nats_per_byte" in (shards.reference or {})}
+    return {name: shards.reference[f"{name}_nats_per_byte"] * shards.bytes_per_token("val")
+            for name in ("unigram", "bigram") if f"{name}_nats_per_byte" in (shards.reference or {})}
 
 
 def geometry_for(config: TrainConfig, shards) -> GPTConfig:
@@ -572,9 +572,10 @@ def show_result(config: TrainConfig) -> None:
         rt.launch(write_samples, (config,), rt.Platform("cpu", 1, "sampling"))
         print((Path(config.run_folder) / SAMPLES).read_text())
     if losses:
-        print(f"validation loss in nats per byte: this GPT {losses[-1]['val_nats_per_byte']:.3f}"
-              + "".join(f", {name} {loss / shards.bytes_per_token('val'):.3f}"
-                        for name, loss in reference_losses(shards).items()))
+        per_byte = losses[-1]["val_nats_per_byte"]
+        print(f"validation loss in nats per byte: this GPT {per_byte:.3f}"
+              + "".join(f", {name} {shards.per_byte(loss):.3f}" for name, loss in reference_losses(shards).items())
+              if per_byte is not None else f"validation loss in nats per token: {losses[-1]['val_loss']:.3f}")
     if steps_done(config) < config.max_steps:
         say_how_to_go_on(config)
     print(f"run folder: {config.run_folder}\n  curve {telemetry.CURVE_NAME}, log {telemetry.LOG_NAME}, samples {SAMPLES},"

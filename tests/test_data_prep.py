@@ -551,7 +551,8 @@ def test_command_line_summary_progress_and_flat_folder(texts, tmp_path):
     """The modules side by side, as a notebook writes them, run from there without py/ or data_prep/."""
     flat = tmp_path / "flat"
     flat.mkdir()
-    for path in [ROOT / "py" / "runtime.py", ROOT / "py" / "token_data.py", *SCRIPT.parent.glob("*.py")]:
+    ours = [ROOT / "py" / f"{name}.py" for name in ("runtime", "token_data", "foreign_shards")]
+    for path in [*ours, *SCRIPT.parent.glob("*.py")]:
         shutil.copy(path, flat)
     (texts / "bad.txt").write_bytes(b"\xff")
     (texts / "special.txt").write_text("<|endoftext|>")

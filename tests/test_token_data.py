@@ -240,6 +240,24 @@ def test_shards_are_never_loaded_whole(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000     # KiB
 
 
+def test_memory_stays_flat_over_an_epoch(tmp_path):
+    """A quarter of a gigabyte is read through the mapping; what it held in memory is given back on the way."""
+    folder = write_shards(tmp_path / "s", train=[[1, 2, 3]], val=[[1, 2, 3]])
+    os.truncate(folder / "train_00000.bin", 256 * 2 ** 20)      # sparse: takes no room on the disk
+    other_field(*SHARD, "tokens", value=2 ** 27)(folder)
+    other_field("splits", "train", "tokens", value=2 ** 27)(folder)
+    code = f"""if True:
+        import resource, token_data
+        train = token_data.open_shards({str(folder)!r}, T=2).train
+        train = token_data.TokenSplit({str(folder)!r}, "train", token_data.read_manifest({str(folder)!r}), T=8192)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        seen = sum(len(token_data.train_batch(train, 0, step, 64, slice(None))[0]) for step in range(256))
+        print(seen, train.windows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
+    done = subprocess.check_output([sys.executable, "-c", code], cwd=PY, text=True)
+    seen, windows, grown = map(int, done.split())
+    assert seen == 16384 > windows and grown < 120_000       # KiB
+
+
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 SIZES = [*range(1, 40), 63, 64, 65, 97, 127, 128, 129, 255, 256, 257, 997, 1000, 1023, 1024, 1025, 4096, 65_536, 65_537,

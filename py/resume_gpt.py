@@ -27,8 +27,9 @@ SEARCHED = ("runs", "/kaggle/input")
 
 # What may differ from the saved run: where things lie, what runs it, and how often one looks. Anything else would make
 # the continued run another run.
-HARMLESS = ("data_folder", "run_folder", "stop_at", "max_minutes", "micro_batch", "attention", "recompute", "log_every", "eval_every", "save_every",
-            "save_minutes", "keep_checkpoints", "sample_tokens", "platform", "processes", "precision")
+HARMLESS = ("data_folder", "run_folder", "stop_at", "max_minutes", "micro_batch", "attention", "recompute", "log_every",
+            "eval_every", "save_every", "save_minutes", "keep_checkpoints", "sample_tokens", "log_with", "profile_steps",
+            "platform", "processes", "precision")
 
 
 def find_runs(source: str | Path | None = None) -> list[Path]:

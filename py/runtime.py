@@ -574,6 +574,24 @@ class Runtime:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter) if self.is_xla else None
 
+    def start_trace(self, folder: str | Path) -> None:
+        """Record what host and device do until `stop_trace`, which writes it to the folder. One rank may do it alone."""
+        if self.is_xla:
+            import torch_xla.debug.profiler
+            return torch_xla.debug.profiler.start_trace(folder)
+        from torch.profiler import profile, tensorboard_trace_handler
+        self.trace = profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True)
+        self.trace.start()
+
+    def stop_trace(self) -> None:
+        """Wait for the device, then write the trace that `start_trace` began."""
+        if not self.is_xla:
+            return self.trace.stop()
+        import torch_xla.core.xla_model as xm
+        import torch_xla.debug.profiler
+        xm.wait_device_ops()
+        torch_xla.debug.profiler.stop_trace()
+
     def check_replicas(self, named_tensors: dict, when: str) -> None:
         """Raise RuntimeError unless every rank holds the same values. All ranks must call it.
 

@@ -1,16 +1,19 @@
 """What a run tells a person: the log, the progress line, throughput, MFU, time left, the curve, a sign of life.
 
-log.jsonl in the run folder has one JSON object a line; every figure shown anywhere comes from it.
+log.jsonl in the run folder has one JSON object a line; every figure shown anywhere comes from it. A tracker that
+Accelerate knows (`log_with="tensorboard"`) gets the same records.
 """
+import difflib
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
 
 from runtime import UserError
 
-LOG_NAME, CURVE_NAME = "log.jsonl", "curve.png"
+LOG_NAME, CURVE_NAME, PROFILE_FOLDER = "log.jsonl", "curve.png", "profile"
 
 # Peak dense bf16 (T4: fp16) flop/s of one device, from the makers' data sheets.
 PEAK_FLOPS = {"v5e": 197e12, "v6e": 918e12, "v4": 275e12, "v5p": 459e12, "Tesla T4": 65e12, "L4": 121e12,
@@ -26,17 +29,42 @@ class RunLog:
     """Appends records to log.jsonl on the main process; on the others it does nothing.
 
     Resuming at `first_step` drops the records after it: they belong to steps that will be trained again.
+    log_with: also hand every record to this tracker of Accelerate's, with `settings` as the run's hyperparameters; a
+    resumed run hands it the kept records first, so that its curves are whole. Use as a context, or leave `log_with` empty.
     """
 
-    def __init__(self, folder: str | Path, active: bool, first_step: int = 0):
-        self.path, self.active = Path(folder) / LOG_NAME, active
+    def __init__(self, folder: str | Path, active: bool, first_step: int = 0, log_with: str = "",
+                 settings: dict | None = None):
+        self.path, self.active, self.tracker = Path(folder) / LOG_NAME, active, None
         if active:
             kept = [record for record in read_log(folder) if record["step"] <= first_step] if first_step else []
             partial = self.path.with_suffix(".partial")
             partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
             os.replace(partial, self.path)
+            if log_with:
+                self.tracker = start_tracker(log_with, Path(folder), settings or {})
+                for record in kept:
+                    self.track(record)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.tracker:
+            self.tracker.finish()
+
+    def track(self, record: dict) -> None:
+        if not self.tracker:
+            return
+        try:
+            self.tracker.log({name: value for name, value in record.items() if name != "step" and value is not None},
+                             step=record["step"])
+        except Exception as error:      # a service that does not answer is no reason to end a training
+            print(f"the tracker failed and gets no more records, {self.path} goes on: {error!r}", flush=True)
+            self.tracker = None
 
     def write(self, **record) -> None:
+        self.track(record)
         if self.active:
             try:
                 with self.path.open("a") as file:
@@ -44,6 +72,35 @@ class RunLog:
             except OSError as error:
                 raise UserError(f"The log {self.path} cannot be written ({error.strerror}): was it moved or removed, or"
                                 " is the disk full? Put it right, and resume from the newest checkpoint.") from None
+
+
+def check_tracker(log_with: str) -> None:
+    """Raise UserError unless Accelerate knows this tracker and its package is installed; "" is no tracker."""
+    if not log_with:
+        return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS as known, get_available_trackers
+    if log_with not in known:
+        close = difflib.get_close_matches(log_with, known, n=1)
+        raise UserError(f"log_with={log_with!r} is no tracker that this Accelerate knows"
+                        f"{f', did you mean {close[0]!r}?' if close else ':'} It knows {', '.join(sorted(known))}.")
+    if log_with not in map(str, get_available_trackers()):
+        raise UserError(f"log_with={log_with!r} needs a package that is not installed: pip install {log_with}, or set"
+                        " log_with='' to write log.jsonl alone.")
+
+
+def start_tracker(log_with: str, folder: Path, settings: dict):
+    """Accelerate's own tracker of this name, started on this process alone; what it writes locally goes into `folder`.
+
+    For TensorBoard everything that an earlier session wrote there is marked as replaced: it is logged again.
+    """
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+    kind = LOGGER_TYPE_TO_CLASS[log_with]
+    where = [str(folder / "tracker")] if kind.requires_logging_directory else []
+    tracker = kind(folder.name, *where, **({"purge_step": 0} if log_with == "tensorboard" else {}))
+    if hasattr(tracker, "start"):       # Accelerate before 1.9 starts in the constructor
+        tracker.start()
+    tracker.store_init_configuration(settings)
+    return tracker
 
 
 def read_log(folder: str | Path) -> list[dict]:
@@ -57,6 +114,48 @@ def read_log(folder: str | Path) -> list[dict]:
         except json.JSONDecodeError:
             continue
     return records
+
+
+def parse_steps(text: str) -> range | None:
+    """'10-12' -> range(10, 13), '10' -> range(10, 11), '' -> None. Raises UserError for anything else."""
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    steps = found and range(int(found[1]), int(found[2] or found[1]) + 1)
+    if not steps or steps[0] < 1:
+        raise UserError(f"profile_steps={text!r} must be two steps from 1 on, the first not after the last, as in '10-12'.")
+    return steps
+
+
+class Profile:
+    """Records what host and device do in the steps of `profile_steps`, on the main process, into the folder `profile`.
+
+    Use as a context; `begin(step)` before each step, `end(step)` after it. The trace (`*.trace.json`, gzipped on XLA)
+    opens in Perfetto (ui.perfetto.dev) and in TensorBoard with its profile plugin.
+    """
+
+    def __init__(self, runtime, profile_steps: str, folder: str | Path):
+        self.runtime, self.folder = runtime, Path(folder) / PROFILE_FOLDER
+        self.steps = (runtime.is_main and parse_steps(profile_steps)) or range(0)
+        self.active = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.end(None)
+
+    def begin(self, step: int) -> None:
+        if step in self.steps and not self.active:
+            self.runtime.start_trace(self.folder)
+            self.active = True
+
+    def end(self, step: int | None) -> None:
+        """After the last profiled step, or with None whenever the run ends: wait for the device and write the trace."""
+        if self.active and (step is None or step >= self.steps[-1]):
+            self.active = False
+            self.runtime.stop_trace()
+            self.runtime.print(f"profile written to {self.folder}: open its trace.json in ui.perfetto.dev")
 
 
 class Throughput:

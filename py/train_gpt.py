@@ -88,6 +88,8 @@ class TrainConfig:
     save_minutes: float = 15.0          # save also when the last one is so old: a T4 takes hours for 500 steps; 0: off
     keep_checkpoints: int = 2
     sample_tokens: int = 120            # length of each of the three samples at the end; 0: none
+    log_with: str = ""                  # also log to a tracker that Accelerate knows: tensorboard, wandb, mlflow, ...
+    profile_steps: str = ""             # as in "10-12": record these steps, a trace for ui.perfetto.dev or TensorBoard
 
     # where it runs
     platform: str = "auto"              # auto, tpu, gpu, cpu, xla-cpu
@@ -116,6 +118,9 @@ class TrainConfig:
         require(self.attention in ("auto", "plain"), f"attention={self.attention!r} is not known: use 'auto' or 'plain'.")
         require(self.precision in ("auto", "fp32", "bf16", "fp16"),
                 f"precision={self.precision!r} is not known: use 'auto', 'fp32', 'bf16' or 'fp16'.")
+        profiled = telemetry.parse_steps(self.profile_steps)
+        require(not profiled or profiled[-1] <= self.max_steps, f"profile_steps={self.profile_steps!r} ends after the"
+                f" last step, max_steps={self.max_steps}.")
 
     @property
     def last_step(self) -> int:
@@ -233,15 +238,16 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
     if progress.get("ran_on"):
         runtime.print(what_changed(progress["ran_on"], ran_on(config, runtime), config.dropout))
 
-    log = telemetry.RunLog(config.run_folder, runtime.is_main, first)
+    log = telemetry.RunLog(config.run_folder, runtime.is_main, first, config.log_with, dataclasses.asdict(config))
     peak = telemetry.peak_flops(runtime.device_kind())
     speed = telemetry.Throughput(config.tokens_per_step, flops_per_token(geometry), peak and peak * runtime.world_size)
 
+    profile = telemetry.Profile(runtime, config.profile_steps, config.run_folder)
     guard = CompileGuard(runtime)
     deadline, out_of_time, save_is_due = session_deadline(config.max_minutes), False, False
     stop_signals.listen()
 
-    with telemetry.Heartbeat(runtime.is_main) as heartbeat, ckpt.Writer(runtime.is_main) as writer:
+    with telemetry.Heartbeat(runtime.is_main) as heartbeat, ckpt.Writer(runtime.is_main) as writer, log, profile:
         while True:
             last, is_best = step >= config.last_step or out_of_time, False
             evaluates = (step % config.eval_every == 0 or step == config.max_steps) and (step > first or not resumed)
@@ -266,6 +272,7 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
 
             heartbeat.report(f"step {step + 1}" + (", the first of this run, is compiled: 1 to 3 minutes on a TPU"
                                                    if runtime.is_xla and step == first else ""))
+            profile.begin(step + 1)
             runtime.seed(config.seed, step, runtime.rank)
             set_learning_rate(optimizer, learning_rate(config, step), runtime.device)
             loss_sum = runtime.number(0.0)
@@ -282,6 +289,7 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
             norm = runtime.optimizer_step(optimizer, config.clip_norm)
             runtime.sync()
             step += 1
+            profile.end(step)
 
             if step % config.log_every == 0 or step in (first + 1, config.last_step):
                 # What one rank wants, all do: above 0 in the mean, each of the three is decided for everybody.
@@ -466,6 +474,7 @@ def launch(config: TrainConfig, platform: rt.Platform | None = None, model: GPT 
     platform = platform or rt.patch_environment(config.platform)
     config = dataclasses.replace(config, processes=rt.resolve_processes(platform, config.processes))
     count_micro_steps(config, config.processes)
+    telemetry.check_tracker(config.log_with)
     shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
     if not config.resume_from:
         config = dataclasses.replace(config, run_folder=str(ckpt.unused_run_folder(config.run_folder)))

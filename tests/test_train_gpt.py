@@ -1,5 +1,6 @@
 """The training: what is refused, that equal means equal, and that a resumed run is the unbroken one."""
 import dataclasses
+import gzip
 import json
 import math
 import os
@@ -424,6 +425,70 @@ def test_a_run_folder_holds_all_that_is_promised(shards, tmp_path, capfd):
     assert "weights float32, optimizer state float32, matrix work fp32" in printed and str(folder) in printed
     assert json.loads((folder / "config.json").read_text())["max_steps"] == 9
     assert set(load_file(folder / "best/model.safetensors")) == set(ckpt.find_newest(folder).model())
+
+
+def tracked(folder) -> dict:
+    """{name: [(step, value)]} that TensorBoard would show, read with TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_what_the_log_holds_after_a_resume_too_and_rank_0_alone_writes(shards, tmp_path):
+    folder = tmp_path / "run"
+    train(shards, folder, processes=2, log_with="tensorboard", stop_at=3)
+    assert len(list((folder / "tracker/run").glob("events.*"))) == 1
+    resume_gpt.resume(folder, CPU, stop_at=0)
+    shown, records = tracked(folder / "tracker/run"), telemetry.read_log(folder)
+    for name in ("loss", "val_loss", "lr", "grad_norm"):
+        logged = [(r["step"], pytest.approx(r[name], rel=1e-6)) for r in records if name in r]
+        assert len(logged) >= 2 and shown[name] == logged
+    assert [step for step, _ in shown["loss"]] == [1, 2, 3, 4, 5, 6] and "step" not in shown
+
+
+def test_no_tracker_no_tracker_files_and_a_tracker_that_fails_does_not_end_the_run(shards, tmp_path, capsys):
+    train(shards, tmp_path / "off", max_steps=2)
+    assert not (tmp_path / "off/tracker").exists()
+    log = telemetry.RunLog(tmp_path, active=True)
+    log.tracker = object()
+    for step in (1, 2):
+        log.write(step=step, loss=1.0)
+    assert len(telemetry.read_log(tmp_path)) == 2 and capsys.readouterr().out.count("the tracker failed") == 1
+
+
+@pytest.mark.parametrize("settings, words", [
+    (dict(log_with="tensorbord"), "is no tracker that this Accelerate knows, did you mean 'tensorboard'"),
+    (dict(log_with="comet_ml"), "pip install comet_ml"),
+    (dict(profile_steps="3-2"), "as in '10-12'"), (dict(profile_steps="0-2"), "as in '10-12'"),
+    (dict(profile_steps="two"), "as in '10-12'"), (dict(profile_steps="6-7"), "ends after the last step, max_steps=6"),
+])
+def test_a_tracker_or_profile_that_cannot_be_is_refused_before_anything_is_written(shards, tmp_path, settings, words):
+    with pytest.raises(UserError, match=words):
+        train_gpt.launch(tiny(shards, tmp_path / "run", **settings), CPU)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_profile_holds_the_operations_of_its_steps_and_of_no_others(shards, tmp_path, capfd):
+    folder = train_gpt.launch(tiny(shards, tmp_path / "run", processes=2, profile_steps="2-4"), CPU)
+    (trace,) = (folder / "profile").iterdir()
+    names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert trace.name.endswith(".pt.trace.json") and sum(name.startswith("Optimizer.step#AdamW") for name in names) == 3
+    assert {"aten::mm", "aten::embedding", "aten::scaled_dot_product_attention"} <= set(names)
+    assert str(folder / "profile") in capfd.readouterr().out
+
+
+def test_a_profile_to_the_last_step_is_written_on_xla_in_both_formats(shards, tmp_path):
+    run_script(f"""
+        import runtime
+        platform = runtime.patch_environment("xla-cpu")
+        import train_gpt
+        train_gpt.launch(train_gpt.make_config("tiny", data_folder={str(shards)!r}, run_folder="run", max_steps=4,
+                                               sample_tokens=0, platform="xla-cpu", profile_steps="4"), platform)
+        """, tmp_path)
+    (trace,) = (tmp_path / "run/profile").rglob("*.trace.json.gz")
+    names = [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert any(name.startswith("dot") for name in names), sorted(set(names))
+    assert len(list((tmp_path / "run/profile").rglob("*.xplane.pb"))) == 1
 
 
 def test_training_from_shards_imports_no_tokenizer_and_no_other_framework(shards, tmp_path):

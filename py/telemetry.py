@@ -7,8 +7,10 @@ import difflib
 import json
 import os
 import re
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 from runtime import UserError
@@ -30,7 +32,7 @@ class RunLog:
 
     Resuming at `first_step` drops the records after it: they belong to steps that will be trained again.
     log_with: also hand every record to this tracker of Accelerate's, with `settings` as the run's hyperparameters; a
-    resumed run hands it the kept records first, so that its curves are whole. Use as a context, or leave `log_with` empty.
+    resumed run hands it the kept records first, so that its curves are whole. Use as a context then.
     """
 
     def __init__(self, folder: str | Path, active: bool, first_step: int = 0, log_with: str = "",
@@ -94,6 +96,8 @@ def start_tracker(log_with: str, folder: Path, settings: dict):
     For TensorBoard everything that an earlier session wrote there is marked as replaced: it is logged again.
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+    # With this module, TensorBoard's own switch, it does not import tensorflow, which is slow and may take the TPU.
+    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
     kind = LOGGER_TYPE_TO_CLASS[log_with]
     where = [str(folder / "tracker")] if kind.requires_logging_directory else []
     tracker = kind(folder.name, *where, **({"purge_step": 0} if log_with == "tensorboard" else {}))
@@ -123,7 +127,8 @@ def parse_steps(text: str) -> range | None:
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     steps = found and range(int(found[1]), int(found[2] or found[1]) + 1)
     if not steps or steps[0] < 1:
-        raise UserError(f"profile_steps={text!r} must be two steps from 1 on, the first not after the last, as in '10-12'.")
+        raise UserError(f"profile_steps={text!r} must be two steps from 1 on, the first not after the last, as in"
+                        " '10-12'.")
     return steps
 
 

@@ -104,7 +104,7 @@ def writable(folder: Path) -> bool:
     probe = folder / ".write_probe"
     try:
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)       # under `accelerate launch` another rank may have been faster
     except OSError:
         return False
     return True

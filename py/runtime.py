@@ -86,6 +86,15 @@ def count_gpus(environ=os.environ) -> int:
     return found if visible is None else min(found, len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
 
 
+def outer_launch(environ=os.environ) -> tuple[int, int]:
+    """(processes, rank) where torchrun, `accelerate launch` or torch_xla's spawn started this process; (0, 0) elsewhere."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return int(environ["WORLD_SIZE"]), int(environ["RANK"])
+    if "PJRT_LOCAL_PROCESS_RANK" in environ:
+        return int(environ.get("PJRT_LOCAL_PROCESS_COUNT", 1)), int(environ["PJRT_LOCAL_PROCESS_RANK"])
+    return 0, 0
+
+
 def detect_platform(wanted: str = "auto", environ=os.environ, tpu_chips: int | None = None,
                     gpus: int | None = None) -> Platform:
     """Decide where to train, from device files and the image's own variables; no device is touched.
@@ -106,12 +115,13 @@ def detect_platform(wanted: str = "auto", environ=os.environ, tpu_chips: int | N
                             if claims_tpu else f"platform='tpu' was asked for, but {host} has no TPU chip:"
                             " choose a TPU session, or set platform='auto'.")
         return Platform("tpu", chips, f"{host}, {chips} TPU chip{'s' if chips > 1 else ''} on the PCI bus")
+    started, _ = outer_launch(environ)
     if wanted == "gpu":
         if not gpus:
             raise UserError(f"platform='gpu' was asked for, but nvidia-smi shows no GPU on {host}: set platform='auto'.")
-        return Platform("gpu", gpus, f"{host}, {gpus} NVIDIA GPU{'s' if gpus > 1 else ''}")
+        return Platform("gpu", started or gpus, f"{host}, {gpus} NVIDIA GPU{'s' if gpus > 1 else ''}")
     if wanted in ("cpu", "xla-cpu"):
-        return Platform(wanted, 1, f"{host}, no accelerator used")
+        return Platform(wanted, started or 1, f"{host}, no accelerator used")
     if wanted == "virtual-tpu":
         return Platform(wanted, int(environ.get("VIRTUAL_TPU_DEVICES", 8)), f"{host}, virtual devices: a rehearsal")
     raise UserError(f"platform={wanted!r} is not known: use 'auto', 'tpu', 'gpu', 'cpu', 'xla-cpu' or 'virtual-tpu'.")
@@ -169,29 +179,32 @@ def patch_environment(platform: str = "auto", environ=os.environ) -> Platform:
     Prints what was found and every variable that was changed. Raises UserError when torch or Accelerate were loaded
     under other settings, since both read them only once.
     """
-    found = detect_platform(platform, environ)
+    found, (started, rank) = detect_platform(platform, environ), outer_launch(environ)
+    if found.uses_xla and started:      # torch_xla has set this process up, and opened its device
+        return found
+    say = print if rank == 0 else lambda line: None
     changes = environment_changes(found, environ)
     if "USE_TORCH_XLA" in changes and "accelerate" in sys.modules:
         raise UserError(f"Accelerate was imported before the platform was set to {found.name!r}: restart the kernel and"
                         " run the cells from the top.")
-    print(f"platform: {found.name} ({found.why}), {found.processes} process{'es' if found.processes > 1 else ''}")
+    say(f"platform: {found.name} ({found.why}), {found.processes} process{'es' if found.processes > 1 else ''}")
     for name, value in sorted(changes.items()):
         before = environ.pop(name, None)
         if value is not None:
             environ[name] = value
         reason = f"   # {STALE_TPU_VARIABLES[name]}" if name in STALE_TPU_VARIABLES else ""
-        print(f"  {name}: {before or 'unset'} -> {value or 'unset'}{reason}")
+        say(f"  {name}: {before or 'unset'} -> {value or 'unset'}{reason}")
     if not changes:
-        print("  environment already right, nothing changed")
-    check_versions(found)
+        say("  environment already right, nothing changed")
+    check_versions(found, say)
     sys.excepthook = _user_errors_in_one_line
     return found
 
 
-def check_versions(platform: Platform) -> None:
-    """Print the versions that must fit together; raise UserError when torch and torch_xla do not."""
+def check_versions(platform: Platform, say=print) -> None:
+    """Say the versions that must fit together; raise UserError when torch and torch_xla do not."""
     versions = {name: installed_version(name) for name in ("torch", "torch_xla", "libtpu", "accelerate")}
-    print("  " + ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    say("  " + ", ".join(f"{name} {version}" for name, version in versions.items() if version))
     if versions["accelerate"] is None or versions["torch"] is None:
         raise UserError("torch and accelerate must be installed: pip install -r requirements.txt.")
     if not platform.uses_xla:
@@ -207,7 +220,7 @@ def check_versions(platform: Platform) -> None:
         raise UserError(f"accelerate {versions['accelerate']} cannot launch today's TPUs: pip install 'accelerate>=1.7'.")
     for name in ("tensorflow", "tensorflow-tpu"):
         if installed_version(name):
-            print(f"  note: {name} is installed and may take the TPU when imported; nothing here imports it")
+            say(f"  note: {name} is installed and may take the TPU when imported; nothing here imports it")
 
 
 def installed_version(name: str) -> str | None:
@@ -285,7 +298,7 @@ def launch(worker, args: tuple = (), platform: Platform | None = None, processes
     """
     platform = platform or detect_platform()
     count = resolve_processes(platform, processes)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if outer_launch()[0]:
         return worker(*args)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(log_folder or scratch)

@@ -483,7 +483,7 @@ def launch(config: TrainConfig, platform: rt.Platform | None = None, model: GPT 
     if config.init_from and not config.resume_from:
         initial_weights(config, geometry)       # refused here, not in every worker
     folder = Path(config.run_folder)
-    is_main = os.environ.get("RANK", "0") == "0"        # under torchrun every rank comes here
+    is_main = rt.outer_launch()[1] == 0     # under `accelerate launch` or torchrun every rank comes here
     with ckpt.only_run_in(folder) if is_main else contextlib.nullcontext(), stop_signals:
         if is_main:
             (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
@@ -491,7 +491,8 @@ def launch(config: TrainConfig, platform: rt.Platform | None = None, model: GPT 
     if stop_signals.received and steps_done(config) < config.last_step:
         say_how_to_go_on(config)
         raise SystemExit(128 + stop_signals.received)       # as the shell would say it; a notebook runs no further cell
-    show_result(config)
+    if is_main:
+        show_result(config)
     return folder
 
 

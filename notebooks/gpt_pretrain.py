@@ -93,6 +93,9 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%
 # %%writefile compile_guard.py
 
+# %%
+# %%writefile doctor.py
+
 # %% [markdown]
 # Eight virtual TPU devices, used only with the platform `virtual-tpu`, a rehearsal on a CPU:
 

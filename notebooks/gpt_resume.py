@@ -80,6 +80,9 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%writefile compile_guard.py
 
 # %%
+# %%writefile doctor.py
+
+# %%
 # %%writefile text_encodings.py
 
 # %%

@@ -46,6 +46,12 @@ import runtime
 platform = runtime.patch_environment(PLATFORM)
 
 # %% [markdown]
+# What errors mean, in plain words; a failed launch asks it:
+
+# %%
+# %%writefile doctor.py
+
+# %% [markdown]
 # Eight virtual TPU devices, used only with the platform `virtual-tpu`, a rehearsal on a CPU:
 
 # %%

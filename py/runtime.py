@@ -294,17 +294,15 @@ def launch(worker, args: tuple = (), platform: Platform | None = None, processes
     that this process never starts a thread pool or an autograd engine that a later fork could not use.
     Under `accelerate launch` or torchrun, this already is a worker and simply runs.
 
-    Raises WorkerFailed with the first failing rank's traceback; UserError for a launch that cannot work.
+    Raises WorkerFailed with the first failing rank's traceback and the doctor's answer; UserError for a launch that cannot
+    work. What every failed rank said is kept in log_folder (None: a temporary folder that stays), if that can be written.
     """
     platform = platform or detect_platform()
     count = resolve_processes(platform, processes)
     if outer_launch()[0]:
         return worker(*args)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(log_folder or scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("failure_*.txt"):
-            old.unlink()
+        folder = Path(scratch)
         before = set(multiprocessing.active_children())
         finished, problem = threading.Event(), None
         threading.Thread(target=_end_stragglers, args=(folder, before, finished), daemon=True).start()
@@ -315,7 +313,7 @@ def launch(worker, args: tuple = (), platform: Platform | None = None, processes
         try:
             _start(_Guarded(worker, folder), args, platform, count)
         except (Exception, SystemExit) as error:
-            problem = error if isinstance(error, UserError) else _explain_failure(error, folder)
+            problem = error if isinstance(error, UserError) else _explain_failure(error, folder, log_folder)
         finally:
             finished.set()
             _end_children(before)
@@ -412,22 +410,44 @@ class _Guarded:
                 else os.environ.get("RANK") or os.environ.get("PJRT_LOCAL_PROCESS_RANK") or "0")
         kind, text = "user", str(error)
         if not isinstance(error, UserError):
-            kind, text = "error", f"{traceback.format_exc()}(rank {rank}, peak memory {peak_host_gib():.2f} GiB)"
+            kind, text = "error", f"{traceback.format_exc()}(rank {rank}, peak memory {peak_host_gib():.2f} GiB)\n"
         (self.folder / f"failure_{time.time_ns()}_rank{rank}_{kind}.txt").write_text(text)
 
 
-def _explain_failure(error: BaseException, folder: Path) -> UserError:
-    """The first failing rank's own words, or what can be said when a worker vanished without any."""
+def _explain_failure(error: BaseException, folder: Path, log_folder: str | Path | None) -> UserError:
+    """The first failing rank's own words, or what the launcher says of a worker that vanished, and the doctor's answer."""
     failures = sorted(folder.glob("failure_*.txt"))     # named by time: the first failure caused the others
-    if failures:
-        text = failures[0].read_text()
-        return UserError(text) if failures[0].stem.endswith("user") else WorkerFailed(f"a worker failed:\n{text}")
-    if "already initialized" in str(error):
-        return UserError("The TPU was already opened in this kernel before the launch: restart the kernel and run the"
-                         " cells from the top, with nothing that touches a device before the launch cell.")
-    return WorkerFailed("a worker was ended by the system without a Python error, most often because the machine ran out"
-                        f" of memory (launcher: {(str(error).strip().splitlines() or [repr(error)])[0][:200]}). Lower micro_batch or use"
-                        " fewer processes.")
+    if failures and failures[0].stem.endswith("user"):
+        _keep_failures(failures, log_folder)
+        return UserError(failures[0].read_text())
+    launcher = "".join(traceback.format_exception(error))
+    own = failures[0].read_text() if failures else ""
+    kept = _keep_failures(failures, log_folder)
+    answer = _answer(own, launcher, kept and kept / failures[0].name)
+    silent = f"no worker told a Python error: it was ended by the system, or never started. The launcher says:\n{error}\n"
+    return WorkerFailed(f"a worker failed:\n{own or silent}{answer}")
+
+
+def _answer(own: str, launcher: str, log: Path | None) -> str:
+    """The doctor's box; without it where a notebook does not bring the doctor."""
+    if importlib.util.find_spec("doctor") is None:
+        return f"full log: {log}" if log else ""
+    import doctor
+    return doctor.box(doctor.diagnose(own, launcher), log)
+
+
+def _keep_failures(failures: list, log_folder: str | Path | None) -> Path | None:
+    """Copy what the ranks said to where it stays; None when there is nothing, or no place that can be written."""
+    if not failures:
+        return None
+    with contextlib.suppress(OSError):
+        kept = Path(log_folder or tempfile.mkdtemp(prefix="failures-"))
+        kept.mkdir(parents=True, exist_ok=True)
+        for old in kept.glob("failure_*.txt"):
+            old.unlink()
+        for path in failures:
+            shutil.copy(path, kept)
+        return kept
 
 
 def _end_stragglers(folder: Path, before: set, finished: threading.Event, grace: float = 10.0) -> None:

@@ -15,10 +15,8 @@ import math
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -498,17 +496,14 @@ def launch(config: TrainConfig, platform: rt.Platform | None = None, model: GPT 
 
 def run_workers(config: TrainConfig, model: GPT | None, platform: rt.Platform) -> None:
     """Train on all devices. What a failed rank said is kept in the run folder where that still takes it."""
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            rt.launch(train_worker, (config, model), platform, config.processes, scratch)
-        except UserError as error:
-            # For several processes Accelerate's launcher takes over the handlers, and raises once all have saved.
-            ended_by = re.search(r"got signal: (\d+)", str(error))
-            if not ended_by:
-                with contextlib.suppress(OSError):
-                    shutil.copytree(scratch, Path(config.run_folder) / "failures", dirs_exist_ok=True)
-                raise
-            stop_signals.received = int(ended_by.group(1))
+    try:
+        rt.launch(train_worker, (config, model), platform, config.processes, Path(config.run_folder) / "failures")
+    except UserError as error:
+        # For several processes Accelerate's launcher takes over the handlers, and raises once all have saved.
+        ended_by = re.search(r"got signal: (\d+)", str(error))
+        if not ended_by:
+            raise
+        stop_signals.received = int(ended_by.group(1))
 
 
 class StopSignals:

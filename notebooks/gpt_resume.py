@@ -77,6 +77,9 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%writefile optimizer.py
 
 # %%
+# %%writefile report.py
+
+# %%
 # %%writefile compile_guard.py
 
 # %%

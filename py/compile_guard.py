@@ -49,6 +49,10 @@ class CompileGuard:
             if description not in self.seen.setdefault(name, []):
                 self.seen[name].append(description)
 
+    def summary(self) -> dict:
+        """For a log: how often it was compiled again, and the first reasons. Empty while that has not happened."""
+        return dict(retraces=len(self.messages), retrace_reasons=self.messages[:3]) if self.messages else {}
+
     def _reason(self, now: dict) -> str:
         for name, description in now.items():
             if isinstance(description, str) and description not in self.seen.get(name, [description]):

@@ -42,27 +42,30 @@ ANSWERS = (
     Answer("tpu-not-found", ("TPU initialization failed: No ba16c7433 device found", "No jellyfish device found"),
            "torch_xla was told to use a TPU (PJRT_DEVICE=TPU), and this machine has none that it can open.",
            "The session was started without the TPU, or the variable was set by hand on another machine.",
-           "Kaggle: Settings > Accelerator > TPU v5e-8. Colab: Runtime > Change runtime type. To run here without a TPU"
-           " set platform='cpu' and remove PJRT_DEVICE."),
+           "Kaggle: Settings > Accelerator > TPU v5e-8. Colab: Runtime > Change runtime type. To run here without a"
+           " TPU set platform='cpu' and remove PJRT_DEVICE."),
     Answer("pjrt-unknown", ("No PjRtPlugin registered for: ",),
            "PJRT_DEVICE names a device that torch_xla does not know.",
            "A misspelt value, or CUDA, which torch_xla no longer serves.",
            "Leave PJRT_DEVICE unset and let patch_environment choose it; on a GPU torch runs without torch_xla."),
     Answer("tpu-metadata", ("Failed to get TPU metadata",),
            "torch_xla asked Google's metadata server which TPU this is, and there is no such server here.",
-           "The TPU_* variables of the image are missing: a terminal or an ssh shell does not have them, or a cell removed them.",
-           "Start from the notebook, not from a terminal. Restart the session, and remove no TPU_* variable but those that"
-           " patch_environment removes."),
+           "The TPU_* variables of the image are missing: a terminal or an ssh shell does not have them, or a cell"
+           " removed them.",
+           "Start from the notebook, not from a terminal. Restart the session, and remove no TPU_* variable but those"
+           " that patch_environment removes."),
     Answer("tpu-addresses", ("Could not find SliceBuilder port ... in any of the ", " worker addresses, got "),
            "The processes of the TPU could not agree on their addresses.",
-           "TPU_PROCESS_ADDRESSES is still set to 'local', as Kaggle's image presets it: torch_xla never overwrites it.",
-           "Run patch_environment before anything imports torch. Remove that variable alone: without TPU_HOST_BOUNDS and the"
-           " other TPU_* variables the launch fails in another way."),
+           "TPU_PROCESS_ADDRESSES is still set to 'local', as Kaggle's image presets it: torch_xla never overwrites"
+           " it.",
+           "Run patch_environment before anything imports torch. Remove that variable alone: without TPU_HOST_BOUNDS"
+           " and the other TPU_* variables the launch fails in another way."),
     Answer("tpu-task-id", ("KeyError: 'CLOUD_TPU_TASK_ID'",),
            "A cell removes a variable that today's Kaggle does not set.",
            "An older recipe: os.environ.pop('CLOUD_TPU_TASK_ID').",
            "Leave the line out: patch_environment removes what must go. In own code: os.environ.pop(name, None)."),
-    Answer("tpu-busy", ("The TPU is already in use by process with pid", "The TPU is already in use by another process"),
+    Answer("tpu-busy", ("The TPU is already in use by process with pid",
+                        "The TPU is already in use by another process"),
            "Another process holds the TPU.",
            "A worker of an interrupted run is still alive, or another notebook of the session uses the chips.",
            "python py/doctor.py names the process. End it, or restart the session."),
@@ -87,8 +90,8 @@ ANSWERS = (
     Answer("address-in-use", ("EADDRINUSE", "Address already in use"),
            "The port by which the processes find each other is taken.",
            "An earlier run is still alive, or another program uses the port (29500 is the usual one).",
-           "End the earlier run or restart the kernel. This project's launch takes a free port each time; with torchrun or"
-           " accelerate launch give another --main_process_port."),
+           "End the earlier run or restart the kernel. This project's launch takes a free port each time; with"
+           " torchrun or accelerate launch give another --main_process_port."),
     Answer("fork-autograd", ("device_ready_queues_",),
            "A worker's backward pass failed inside torch's autograd engine.",
            "A backward pass ran in this kernel before the launch; its threads do not survive the fork.",
@@ -97,7 +100,8 @@ ANSWERS = (
     # -- versions
     Answer("libtpu-mismatch", ("Unexpected PJRT_ ... size: expected",),
            "torch_xla and libtpu were built for different interfaces.",
-           "Something upgraded libtpu, most often an upgrade of jax. torch_xla 2.8 belongs to libtpu 0.0.17, 2.9 to 0.0.21.",
+           "Something upgraded libtpu, most often an upgrade of jax. torch_xla 2.8 belongs to libtpu 0.0.17, 2.9 to"
+           " 0.0.21.",
            "Restart the session and install nothing that brings jax or libtpu with it (pip install --no-deps)."),
     Answer("symbols", ("undefined symbol: ",),
            "A compiled library does not fit the torch that is installed.",
@@ -123,29 +127,31 @@ ANSWERS = (
     Answer("missing-package", ("No module named '",),
            "A Python package, or a file that a %%writefile cell writes, is not there.",
            "The package is not on this image (tiktoken is on neither TPU image), or a module's cell was not run.",
-           "Run all cells from the top. For a package: switch Internet on and run the environment cell again; install with"
-           " --no-deps, so that torch stays as it is."),
+           "Run all cells from the top. For a package: switch Internet on and run the environment cell again; install"
+           " with --no-deps, so that torch stays as it is."),
 
     # -- memory and disk
     Answer("tpu-memory", ("Ran out of memory in memory space hbm", "Exceeded hbm capacity"),
            "The training step needs more memory than a chip has (15.75 GiB on a v5e).",
            "Too many windows at once: activations and logits grow with micro_batch x T.",
-           "Halve micro_batch (the batch per optimizer step stays the same), or set recompute=True. make preflight says"
-           " what fits, without a TPU."),
+           "Halve micro_batch (the batch per optimizer step stays the same), or set recompute=True. make preflight"
+           " says what fits, without a TPU."),
     Answer("gpu-memory", ("CUDA out of memory",),
            "The GPU has no memory left for the next tensor.",
            "Too many windows at once, or another process or an earlier run still holds memory of the GPU.",
-           "Halve micro_batch (the batch per optimizer step stays the same), or set recompute=True. nvidia-smi shows who"
-           " holds memory."),
+           "Halve micro_batch (the batch per optimizer step stays the same), or set recompute=True. nvidia-smi shows"
+           " who holds memory."),
     Answer("host-memory", ("DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory", "MemoryError"),
            "The machine's own memory (RAM) is not enough.",
            "Every process holds a model and a part of the data: eight processes need eight times as much.",
-           "Use token shards, which are mapped and not loaded; lower micro_batch or processes; give launch a model built"
-           " before, so that the workers share it."),
+           "Use token shards, which are mapped and not loaded; lower micro_batch or processes; give launch a model"
+           " built before, so that the workers share it."),
     Answer("disk-full", ("No space left on device", "unexpected pos "),
            "The disk is full; the file that was being written is incomplete. (torch.save says only `unexpected pos`.)",
-           "Checkpoints: one of GPT-2 124M has 1.5 GB, and at least four are on the disk at a time. Kaggle keeps 20 GB.",
-           "Remove old runs or lower keep_checkpoints, then resume: a checkpoint of this project is complete or not there."),
+           "Checkpoints: one of GPT-2 124M has 1.5 GB, and at least four are on the disk at a time. Kaggle keeps 20"
+           " GB.",
+           "Remove old runs or lower keep_checkpoints, then resume: a checkpoint of this project is complete or not"
+           " there."),
     Answer("read-only", ("Read-only file system",),
            "A folder that cannot be written was to be written.",
            "Kaggle's inputs (/kaggle/input) are read-only.",
@@ -164,7 +170,8 @@ ANSWERS = (
            "Keep the weights fp32 and put the forward pass under runtime.autocast(): it casts what may be cast."),
     Answer("token-too-large", ("index out of range in self",),
            "A token id is larger than the embedding table.",
-           "The data was made with a tokenizer that has more ids than vocab_size; a TPU would train on without a word.",
+           "The data was made with a tokenizer that has more ids than vocab_size; a TPU would train on without a"
+           " word.",
            "Set vocab_size to the tokenizer's size (0 takes it from the shards)."),
     Answer("nan-in-backward", ("returned nan values in its",),
            "A backward pass produced NaN; the operation is named in the error.",
@@ -178,7 +185,8 @@ ANSWERS = (
            "A tensor on the device was given to NumPy.",
            "A metric or a plot took the loss as it is.",
            "Read it on the host, at log steps only: runtime.host_values(tensor)."),
-    Answer("xla-checkpointing", ("XLA currently does not support use_reentrant==False", "module 'torch' has no attribute 'xla'"),
+    Answer("xla-checkpointing", ("XLA currently does not support use_reentrant==False",
+                                 "module 'torch' has no attribute 'xla'"),
            "torch's own activation checkpointing does not work on XLA.",
            "torch.utils.checkpoint, or use_reentrant=False, on a TPU.",
            "Use runtime.checkpoint_function(); with Hugging Face models switch gradient_checkpointing off on a TPU."),
@@ -186,13 +194,14 @@ ANSWERS = (
     # -- replicas and collectives
     Answer("replicas-differ", ("the replicas hold different weights",),
            "The ranks hold different weights: what they train is not one model.",
-           "Different seeds before the model was built, weights loaded after prepare on one rank only, or gradients that were"
-           " accumulated, reduced in place and clipped (docs/what_the_guides_get_wrong.md).",
-           "Build the model under one seed, load on every rank, and step through runtime.optimizer_step. Resume from the"
-           " checkpoint before: this one was not saved."),
+           "Different seeds before the model was built, weights loaded after prepare on one rank only, or gradients"
+           " that were accumulated, reduced in place and clipped (docs/what_the_guides_get_wrong.md).",
+           "Build the model under one seed, load on every rank, and step through runtime.optimizer_step. Resume from"
+           " the checkpoint before: this one was not saved."),
     Answer("left-common-path", ("The ranks left the common path at sync",),
            "One rank went another way than the others; on a TPU this run would hang for ever.",
-           "A reduction, a save or an evaluation stands under `if rank == 0`, or a loop has another length on each rank.",
+           "A reduction, a save or an evaluation stands under `if rank == 0`, or a loop has another length on each"
+           " rank.",
            "Let every rank do it and one rank print. The lines above name the rank and the source line."),
     Answer("worlds-apart", ("processes, but this worker sees a world of",),
            "The processes were started, but they do not know of each other.",
@@ -201,10 +210,10 @@ ANSWERS = (
     Answer("collective-timeout", ("Timed out waiting ", "Timed out after ... waiting for clients",
                                   "Watchdog caught collective operation timeout", "wait timeout after "),
            "A rank waited for the others in a reduction until the time was over.",
-           "Another rank failed, is still busy, or never came to that reduction: one that stands under `if rank == 0`.",
+           "Another rank failed, is still busy, or never came to that reduction: one that stands under `if rank =="
+           " 0`.",
            "Look for an earlier error of another rank. Let every rank enter each reduction; rehearse with"
            " platform='virtual-tpu', which names the line."),
-
     Answer("other-rank-gone", ("Connection reset by peer", "Connection closed by peer"),
            "Another rank ended, and this one lost its connection to it: the reason is with the other one.",
            "The other rank was ended by the system, most often for lack of memory, or crashed.",
@@ -214,12 +223,14 @@ ANSWERS = (
     Answer("weights-only", ("Weights only load failed",),
            "torch.load refused a file that holds more than tensors.",
            "Since torch 2.6 only tensors and plain values are loaded; a NumPy number or a config object is refused.",
-           "Save float(best) instead of the NumPy number. For a file that you made yourself, weights_only=False reads it."),
+           "Save float(best) instead of the NumPy number. For a file that you made yourself, weights_only=False reads"
+           " it."),
     Answer("names-differ", ("Error(s) in loading state_dict for ",),
            "The names or shapes in the checkpoint are not those of the model.",
-           "It was saved from a wrapped model (names that begin with `module.` or `_orig_mod.`), or the geometry differs.",
-           "Save the inner model (accelerator.unwrap_model), or strip the prefix. Do not use strict=False: it trains from"
-           " random weights without a word."),
+           "It was saved from a wrapped model (names that begin with `module.` or `_orig_mod.`), or the geometry"
+           " differs.",
+           "Save the inner model (accelerator.unwrap_model), or strip the prefix. Do not use strict=False: it trains"
+           " from random weights without a word."),
     Answer("xla-storage", ("Attempted to access the data pointer on an invalid python storage",),
            "A tensor that is on the TPU was to be saved as it is.",
            "XLA tensors have no memory that a file format can read.",
@@ -236,9 +247,10 @@ ANSWERS = (
     # -- data
     Answer("tokenizer-download", ("openaipublic.blob.core.windows.net",),
            "tiktoken wanted to download its vocabulary, and the network did not answer.",
-           "The session's Internet is switched off. A vocabulary file under its own name in the cache folder is ignored.",
-           "Switch Internet on, attach the vocabulary file (data_prep/text_encodings.py lists the names it finds), or use"
-           " encoding='bytes'. Training from ready shards needs no tokenizer."),
+           "The session's Internet is switched off. A vocabulary file under its own name in the cache folder is"
+           " ignored.",
+           "Switch Internet on, attach the vocabulary file (data_prep/text_encodings.py lists the names it finds), or"
+           " use encoding='bytes'. Training from ready shards needs no tokenizer."),
     Answer("special-token", ("Encountered text corresponding to disallowed special token",),
            "The text contains the separator's name, such as <|endoftext|>, as ordinary text.",
            "tiktoken's plain encode refuses that.",
@@ -256,18 +268,18 @@ ANSWERS = (
     Answer("crash-in-fork", ("exit code -11", "SIGSEGV", "Signal 11 "),
            "A worker crashed inside a library (SIGSEGV), without a Python error.",
            "A library that was used before the fork and does not survive it, or versions that do not fit together.",
-           "Restart the kernel, run nothing that uses torch before the launch, and run python py/doctor.py, which compares"
-           " the versions."),
+           "Restart the kernel, run nothing that uses torch before the launch, and run python py/doctor.py, which"
+           " compares the versions."),
     Answer("aborted", ("exit code -6", "SIGABRT", "Signal 6 "),
            "A library ended the worker itself (SIGABRT); its reason stands further up in the output, before this box.",
-           "On a TPU the runtime does so for a device that another process holds; in a rehearsal XLA does so when a thread"
-           " comes late (`Termination timeout`).",
+           "On a TPU the runtime does so for a device that another process holds; in a rehearsal XLA does so when a"
+           " thread comes late (`Termination timeout`).",
            "Read the last lines before the launcher's words. After `Termination timeout`: run the rehearsal again."),
     Answer("killed", ("exit code -9", "SIGKILL", "Signal 9 "),
            "The system ended a worker (SIGKILL), without a Python error.",
            "The machine ran out of memory (RAM): every process holds a model and a part of the data.",
-           "Lower micro_batch or processes; use token shards, which are mapped and not loaded; give launch a model built"
-           " before, so that the workers share it."),
+           "Lower micro_batch or processes; use token shards, which are mapped and not loaded; give launch a model"
+           " built before, so that the workers share it."),
     Answer("bus-error", ("exit code -7", "SIGBUS", "Signal 7 "),
            "A worker read memory that has no file behind it any more (SIGBUS).",
            "A shard was cut short or removed while it was mapped, or shared memory (/dev/shm) is full.",
@@ -275,7 +287,8 @@ ANSWERS = (
     Answer("pool-broken", ("A process in the process pool was terminated abruptly",),
            "A worker vanished without a Python error; the launcher does not know why.",
            "Most often the machine ran out of memory (RAM); a crash of the device library looks the same.",
-           "Lower micro_batch; use token shards, which are mapped and not loaded; look at the last lines before this one."),
+           "Lower micro_batch; use token shards, which are mapped and not loaded; look at the last lines before this"
+           " one."),
 )
 
 

@@ -647,6 +647,19 @@ class Runtime:
         data = metrics.metric_data("CompileTime")
         return data[0] if data else 0
 
+    def usage(self) -> dict:
+        """Counters of this process since its start, for a log: peak memory in GiB; on XLA compilations and transfers."""
+        found = dict(host_gib=round(peak_host_gib(), 3), compiles=self.compile_count())
+        device = self.peak_memory_gib()
+        found |= {} if device is None else dict(device_gib=round(device, 3))
+        if self.is_xla:
+            import torch_xla.debug.metrics as metrics
+            counted = {name: (metrics.metric_data(name) or (0, 0.0))[:2]
+                       for name in ("CompileTime", "TransferToDeviceTime", "TransferFromDeviceTime")}
+            found |= dict(compile_seconds=round(counted["CompileTime"][1] / 1e9, 3),
+                          to_device=counted["TransferToDeviceTime"][0], from_device=counted["TransferFromDeviceTime"][0])
+        return found
+
     def pending_program(self, tensor) -> str:
         """The traced program behind a tensor that was not yet synced, as HLO text; empty elsewhere. Slow: not every step."""
         if not self.is_xla:

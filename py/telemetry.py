@@ -194,43 +194,99 @@ def clock_text(seconds: float) -> str:
 
 
 def progress_line(record: dict, last_step: int) -> str:
-    """One line for a person: step, loss, learning rate, gradient norm, tokens/s, MFU, time left."""
+    """One line for a person: step, loss, learning rate, gradient norm, tokens/s, MFU, time left, memory."""
     words = [f"step {record['step']:>{len(str(last_step))}}/{last_step}", f"loss {record['loss']:.4f}",
              f"lr {record['lr']:.2e}", f"norm {record['grad_norm']:.2f}"]
     if record.get("tokens_per_s"):
         words.append(f"{record['tokens_per_s']:,.0f} tokens/s")
         words += [f"MFU {record['mfu']:.1%}"] if record.get("mfu") else []
         words.append(f"{clock_text(record['seconds_left'])} left")
+    memory = record.get("device_gib") or record.get("host_gib")
+    words += [f"{memory:.1f} GiB"] if memory else []
     return "  ".join(words)
 
 
-class Heartbeat:
-    """Prints a line when nothing else has been reported for `interval` seconds, so a compilation never looks like a hang.
+def jump_after_resume(folder: str | Path, first_step: int, loss: float) -> str | None:
+    """A sentence when the first loss after a resume lies far above the last twenty before it; None otherwise."""
+    before = [record["loss"] for record in read_log(folder) if "loss" in record and record["step"] <= first_step][-20:]
+    if len(before) < 5 or loss <= max(before) + max(max(before) - min(before), 0.1):
+        return None
+    return (f"THE LOSS JUMPED: {loss:.3f} after the resume, {min(before):.3f} to {max(before):.3f} in the steps before. The"
+            " weights, the optimizer state or the data are not those that were saved: compare the data folder and the code"
+            " with those of the first session.")
 
-    Use as a context; `report(text)` says what goes on now and resets the silence.
+
+def in_live_notebook() -> bool:
+    """Whether a person watches in Jupyter: there a line may be written over. Kaggle's batch run keeps a plain log."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return type(shell).__name__ == "ZMQInteractiveShell" and os.environ.get("KAGGLE_KERNEL_RUN_TYPE") != "Batch"
+
+
+class Heartbeat:
+    """What a person sees while a run trains: one line that is written over in Jupyter, a plain log elsewhere.
+
+    Use as a context, in the thread that trains. `say(text)` stays; `progress(text)` is replaced by the next; `report(text)`
+    says what goes on now, and is shown when nothing else was for `interval` seconds, so a compilation never looks like a
+    hang. After `hang_after` seconds the line also says where this rank stands.
     """
 
-    def __init__(self, active: bool, interval: float = 20.0, output=print):
-        self.active, self.interval, self.output = active, interval, output
-        self.doing, self.since = "starting", time.monotonic()
-        self._stop = threading.Event()
+    def __init__(self, active: bool, interval: float = 20.0, live: bool | None = None, hang_after: float = 300.0,
+                 write=None):
+        self.active, self.interval, self.hang_after = active, interval, hang_after
+        self.live = in_live_notebook() if live is None else live
+        self.write = write or write_to_stdout
+        self.doing, self.since, self.line, self.thread = "starting", time.monotonic(), "", None
+        self._stop, self._lock = threading.Event(), threading.Lock()
 
     def __enter__(self):
+        self.thread = threading.get_ident()
         if self.active:
             threading.Thread(target=self._beat, daemon=True).start()
         return self
 
     def __exit__(self, *_):
         self._stop.set()
+        with self._lock:
+            if self.line:
+                self.write("\n")
+            self.line = ""
 
     def report(self, doing: str) -> None:
         self.doing, self.since = doing, time.monotonic()
+
+    def progress(self, text: str) -> None:
+        """Show a line in place of the last one; a line of its own in a plain log."""
+        if self.active:
+            with self._lock:
+                self.write(f"\r{text.ljust(len(self.line))}" if self.live else f"{text}\n")
+                self.line = text if self.live else ""
+
+    def say(self, text: str, flush: bool = True) -> None:
+        """Print lines that stay, above the line that is written over."""
+        if self.active:
+            with self._lock:
+                clear = f"\r{' ' * len(self.line)}\r" if self.line else ""
+                self.write(f"{clear}{text}\n{self.line}")
 
     def _beat(self):
         while not self._stop.wait(self.interval):
             silence = time.monotonic() - self.since
             if silence >= self.interval:
-                self.output(f"  ... {self.doing}, {clock_text(silence)} so far", flush=True)
+                where = standing_at(self.thread) if silence >= self.hang_after else ""
+                self.progress(f"  ... {self.doing}, {clock_text(silence)} so far{where}")
+
+
+def write_to_stdout(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def standing_at(thread: int) -> str:
+    """', this rank stands in evaluate (train_gpt.py:254)': the innermost line of a thread that is not a library's."""
+    frame, own = sys._current_frames().get(thread), Path(__file__).parent
+    while frame and Path(frame.f_code.co_filename).parent != own:
+        frame = frame.f_back
+    return f"; this rank stands in {frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
 
 
 def draw_curve(folder: str | Path, reference: dict | None = None) -> Path | None:

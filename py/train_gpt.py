@@ -30,6 +30,7 @@ if __name__ == "__main__":
 import torch
 
 import checkpoint as ckpt
+import report
 import settings as template_settings
 import telemetry
 import token_data
@@ -241,32 +242,37 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
     speed = telemetry.Throughput(config.tokens_per_step, flops_per_token(geometry), peak and peak * runtime.world_size)
 
     profile = telemetry.Profile(runtime, config.profile_steps, config.run_folder)
-    guard = CompileGuard(runtime)
+    heartbeat = telemetry.Heartbeat(runtime.is_main)
+    guard = CompileGuard(runtime, output=heartbeat.say)
     deadline, out_of_time, save_is_due = session_deadline(config.max_minutes), False, False
     stop_signals.listen()
 
-    with telemetry.Heartbeat(runtime.is_main) as heartbeat, ckpt.Writer(runtime.is_main) as writer, log, profile:
+    with heartbeat, ckpt.Writer(runtime.is_main) as writer, log, profile:
         while True:
             last, is_best = step >= config.last_step or out_of_time, False
             evaluates = (step % config.eval_every == 0 or step == config.max_steps) and (step > first or not resumed)
             saves = (step % config.save_every == 0 or save_is_due or last) and step > first
             if evaluates:
                 heartbeat.report("evaluating")
+                begun = time.monotonic()
                 val_loss = evaluate(model, runtime, shards.val, config)
                 is_best = best is None or val_loss < best
                 best = val_loss if is_best else best
                 per_byte = shards.per_byte(val_loss)        # None for files that do not say how much text they are
-                log.write(step=step, val_loss=val_loss, val_nats_per_byte=per_byte)
-                runtime.print(f"step {step}  validation loss {val_loss:.4f} per token"
+                log.write(step=step, val_loss=val_loss, val_nats_per_byte=per_byte, eval_seconds=time.monotonic() - begun)
+                heartbeat.say(f"step {step}  validation loss {val_loss:.4f} per token"
                               + (f", {per_byte:.4f} per byte" if per_byte is not None else ""))
             if saves:
                 heartbeat.report("saving")
+                begun = time.monotonic()
                 save(config, runtime, writer, model, optimizer, shards, step, best, is_best)
+                log.write(step=step, save_seconds=time.monotonic() - begun)
                 save_is_due = False
             if last:
                 break
             if step == first or evaluates or saves:
                 speed.start(step)           # time that is not training is not counted as training
+                begun = time.monotonic()
 
             heartbeat.report(f"step {step + 1}" + (", the first of this run, is compiled: 1 to 3 minutes on a TPU"
                                                    if runtime.is_xla and step == first else ""))
@@ -300,9 +306,13 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
                     speed.start(step)       # the first step compiles; its time says nothing
                 record = dict(step=step, loss=loss, lr=learning_rate(config, step - 1), grad_norm=grad_norm,
                               tokens=step * config.tokens_per_step, **speed.read(step, config.last_step),
-                              compiles=runtime.compile_count())
+                              **runtime.usage(), **guard.summary())
+                if step == first + 1:
+                    record["first_step_seconds"] = time.monotonic() - begun
+                    if resumed and runtime.is_main and (jumped := telemetry.jump_after_resume(config.run_folder, first, loss)):
+                        heartbeat.say(jumped)
                 log.write(**record)
-                runtime.print(telemetry.progress_line(record, config.max_steps))
+                heartbeat.progress(telemetry.progress_line(record, config.max_steps))
                 require(math.isfinite(loss), f"The loss is {loss} at step {step}: lower learning_rate or raise warmup_steps;"
                         f" the checkpoints in {config.run_folder} are untouched.")
         heartbeat.report("writing the last checkpoint")
@@ -581,10 +591,12 @@ def show_result(config: TrainConfig) -> None:
         print(f"validation loss in nats per byte: this GPT {per_byte:.3f}"
               + "".join(f", {name} {shards.per_byte(loss):.3f}" for name, loss in reference_losses(shards).items())
               if per_byte is not None else f"validation loss in nats per token: {losses[-1]['val_loss']:.3f}")
+    print(report.table(report.write(config.run_folder)))
     if steps_done(config) < config.max_steps:
         say_how_to_go_on(config)
-    print(f"run folder: {config.run_folder}\n  curve {telemetry.CURVE_NAME}, log {telemetry.LOG_NAME}, samples {SAMPLES},"
-          f" checkpoints {', '.join(sorted(p.name for p in Path(config.run_folder).glob('step_*')))} and best")
+    print(f"run folder: {config.run_folder}\n  curve {telemetry.CURVE_NAME}, log {telemetry.LOG_NAME}, report"
+          f" {report.REPORT_NAME}, samples {SAMPLES}, checkpoints"
+          f" {', '.join(sorted(p.name for p in Path(config.run_folder).glob('step_*')))} and best")
 
 
 def steps_done(config: TrainConfig) -> int:

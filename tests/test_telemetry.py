@@ -1,4 +1,5 @@
 """The log survives a kill, the figures are right, the curve is a picture, and silence is broken."""
+import re
 import time
 
 import pytest
@@ -46,6 +47,7 @@ def test_the_progress_line_shows_what_is_known():
                                               "  1:02:05 left")
     assert "MFU 41.2%" in tel.progress_line({**record, "mfu": 0.412}, 100)
     assert "left" not in tel.progress_line({**record, "tokens_per_s": None}, 100)
+    assert tel.progress_line({**record, "host_gib": 2.0, "device_gib": 4.92}, 100).endswith("left  4.9 GiB")
 
 
 def test_the_curve_is_a_png_and_needs_records(tmp_path):
@@ -59,13 +61,72 @@ def test_the_curve_is_a_png_and_needs_records(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [tel.CURVE_NAME, tel.LOG_NAME]
 
 
+def beating(**settings):
+    """(what was written, the heartbeat)"""
+    written = []
+    return written, tel.Heartbeat(settings.pop("active", True), write=written.append, **settings)
+
+
 @pytest.mark.parametrize("active", [True, False])
 def test_a_long_silence_is_broken(active):
-    said = []
-    with tel.Heartbeat(active, interval=0.1, output=lambda text, flush: said.append(text)) as heartbeat:
+    written, heartbeat = beating(active=active, interval=0.1, live=False)
+    with heartbeat:
         heartbeat.report("step 1, compiling")
         time.sleep(0.5)
-    count = len(said)
-    assert (count >= 2) == active and all("step 1, compiling" in text for text in said)
+    count = len(written)
+    assert (count >= 2) == active and all("step 1, compiling" in text and text.endswith("\n") for text in written)
     time.sleep(0.3)
-    assert len(said) == count
+    assert len(written) == count
+
+
+def test_a_hang_names_the_place_where_the_rank_stands():
+    import checkpoint as ckpt
+    written, heartbeat = beating(interval=0.1, live=False, hang_after=0.2)
+    with heartbeat, ckpt.Writer(True) as writer:
+        writer.start(time.sleep, 0.8)
+        heartbeat.report("saving")
+        writer.wait()
+    line = ckpt.Writer.wait.__code__.co_firstlineno
+    assert re.search(r"this rank stands in wait \(checkpoint.py:(\d+)\)", written[-1]), written
+    assert line < int(re.search(r":(\d+)\)", written[-1])[1]) < line + 30
+
+
+def screen(text: str) -> list:
+    """What a terminal or a notebook shows of text with carriage returns: each writes over the line from its start."""
+    lines = []
+    for row in text.split("\n"):
+        shown = ""
+        for part in row.split("\r"):
+            shown = part + shown[len(part):]
+        lines.append(shown.rstrip())
+    return lines
+
+
+def test_in_a_notebook_one_line_is_written_over_and_what_is_said_stays_above_it():
+    written, heartbeat = beating(live=True)
+    with heartbeat:
+        heartbeat.progress("step 1  a long line of figures")
+        heartbeat.progress("step 2")
+        heartbeat.say("validation 3.2")
+        assert screen("".join(written)) == ["validation 3.2", "step 2"]
+        heartbeat.progress("step 3")
+    assert screen("".join(written)) == ["validation 3.2", "step 3", ""]
+
+
+def test_elsewhere_every_line_stays():
+    written, heartbeat = beating(live=False)
+    with heartbeat:
+        heartbeat.progress("step 1")
+        heartbeat.say("validation 3.2")
+        heartbeat.progress("step 2")
+    assert "".join(written) == "step 1\nvalidation 3.2\nstep 2\n"
+    assert not tel.in_live_notebook()
+
+
+def test_a_jump_of_the_loss_after_a_resume_is_told_and_an_ordinary_loss_is_not(tmp_path):
+    log = tel.RunLog(tmp_path, active=True)
+    for step in range(1, 31):
+        log.write(step=step, loss=3.0 - step * 0.01)
+    assert tel.jump_after_resume(tmp_path, 30, 2.75) is None
+    assert "THE LOSS JUMPED: 5.200 after the resume, 2.700 to 2.890" in tel.jump_after_resume(tmp_path, 30, 5.2)
+    assert tel.jump_after_resume(tmp_path, 3, 5.2) is None, "three losses say nothing of the spread"

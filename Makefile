@@ -7,6 +7,7 @@
 # make test-2.8    the TPU's tests on torch_xla 2.8.0, the version of Kaggle's image
 # make notebooks   build the notebooks from their .py twins and py/; fails when a committed one differs
 # make owner OWNER=name/repository   point the badges at your fork
+# make kaggle KAGGLE_USER=name       what `kaggle kernels push` needs, the TPU chosen, below build/kaggle
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,8 +15,9 @@ RUN = $(VENV)/bin/python
 DEMO ?= runs/demo
 
 PRESET ?= gpt2-124m
+ATTACH ?=
 
-.PHONY: demo rehearse preflight soak bench test test-2.8 notebooks owner clean
+.PHONY: demo rehearse preflight soak bench test test-2.8 notebooks owner kaggle clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -50,6 +52,9 @@ notebooks: $(VENV)/.ready
 
 owner: $(VENV)/.ready
 	$(RUN) notebooks/build.py --owner $(OWNER)
+
+kaggle: $(VENV)/.ready
+	@$(RUN) notebooks/kaggle_files.py --user '$(KAGGLE_USER)' --attach $(ATTACH)
 
 $(VENV)/.ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 demo")'

@@ -14,10 +14,13 @@
 # **What it trains.** On a TPU or GPU: GPT-2 124M (12 layers, T=1024, 524,288 tokens a step). On a CPU: a small GPT over bytes,
 # in a few minutes. The same code, the same notebook.
 #
+# **How long.** GPT-2 124M on 10 billion tokens: about 3.5 hours on a Kaggle TPU by the TPU compiler's estimate, not timed
+# yet, one session. The small GPT: about four minutes on two CPU cores.
+#
 # **What you need.** Nothing. Without a dataset it reads Python's own standard library. With one, attach token shards
 # (or give text files or folders) and name them below.
 #
-# **What you get.** A run folder with checkpoints, the loss curve, samples and a log; `gpt_resume` continues it bit for
+# **What you get.** A run folder with checkpoints, the loss curve, samples, a log and a report; `gpt_resume` continues it bit for
 # bit in the next session.
 #
 # On Kaggle choose *Settings > Accelerator > TPU v5e-8*, then *Save Version > Save & Run All* and close the browser.

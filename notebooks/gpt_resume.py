@@ -11,11 +11,15 @@
 #
 # {{badges}}
 #
-# Continues a run of [gpt_pretrain](gpt_pretrain.ipynb) from its newest good checkpoint: the same weights, optimizer state,
-# learning rate and order of data as if it had never stopped, bit for bit on the same kind of device.
+# **What it trains.** It continues a run of [gpt_pretrain](gpt_pretrain.ipynb) from its newest good checkpoint: the same
+# weights, optimizer state, learning rate and order of data as if it had never stopped, bit for bit on the same kind of device.
 #
-# On Kaggle: *Add Input > Notebook Output > your pretraining notebook*, attach the token shards too if you used a dataset,
-# choose *TPU v5e-8*, run all cells. In a session that still has the run folder, just run all cells.
+# **How long.** Until the run's last step, or until the session's time is over; then run it again.
+#
+# **What you need.** On Kaggle: *Add Input > Notebook Output > your pretraining notebook*, the token shards too if you used a
+# dataset, *TPU v5e-8*, run all cells. In a session that still has the run folder, just run all cells.
+#
+# **What you get.** The same run folder, further on: checkpoints, the curve from the first step, samples, a log and a report.
 
 # %% [markdown]
 # ## Settings

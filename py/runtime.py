@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,6 +198,7 @@ def patch_environment(platform: str = "auto", environ=os.environ) -> Platform:
     if not changes:
         say("  environment already right, nothing changed")
     check_versions(found, say)
+    warnings.filterwarnings("ignore", message="IProgress not found")    # Accelerate's bar, which is not used here
     sys.excepthook = _user_errors_in_one_line
     return found
 

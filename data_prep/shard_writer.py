@@ -1,13 +1,15 @@
 """Token shards on disk: written beside the target, complete or not there at all.
 
-    with unfinished_folder("data/shards") as folder:            # a temporary folder beside it
+    with unfinished_folder("data/shards", request) as folder:       # a temporary folder beside it
         train = SplitWriter(folder, "train", vocab_size=257)
         train.add(ids, text_bytes=4000, documents=3)
+        save_progress(folder, request, {"train": train.state(), ...})   # now and then
         write_manifest(folder, {..., "splits": {"train": train.finish(), ...}})
-                                                                # here it is renamed to data/shards
+                                                                    # here it is renamed to data/shards
 
-A preparation that is killed leaves only a temporary folder, which the next one removes. Two at once each write their
-own, and the first to finish wins. The format is the one that token_data.py reads.
+A preparation that is killed leaves only a temporary folder. The same request goes on from the progress saved there,
+another one removes it. Two at once each write their own, and the first to finish wins. The format is the one that
+token_data.py reads.
 """
 import contextlib
 import errno
@@ -27,6 +29,7 @@ from runtime import UserError
 from token_data import FORMAT, VERSION, dtype_for, read_manifest
 
 SHARD_TOKENS = 100_000_000      # 200 MB as uint16
+PROGRESS = "progress.json"
 
 
 class SplitWriter:
@@ -57,7 +60,35 @@ class SplitWriter:
         """Close the last shard; what the manifest says about this split."""
         if self._stream is not None:
             self._close_shard()
-        return {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents, "shards": self._shards}
+        return self._counts()
+
+    def state(self) -> dict:
+        """Put all on the disk that was added so far; what `restore` needs to go on from here."""
+        if self._stream is not None:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+        return self._counts()
+
+    def restore(self, state: dict) -> None:
+        """Go on from a state: what was written after it is cut off, what was written before is hashed again."""
+        self.tokens, self.bytes, self.documents = state["tokens"], state["bytes"], state["documents"]
+        self._shards = [dict(shard) for shard in state["shards"]]
+        for path in self.folder.glob(f"{self.name}_*.bin"):
+            if path.name not in {shard["file"] for shard in self._shards}:
+                path.unlink()
+        if self._shards and self._shards[-1]["tokens"] < self.shard_tokens:
+            self._reopen_shard()
+
+    def _counts(self) -> dict:
+        return {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents,
+                "shards": [dict(shard) for shard in self._shards]}
+
+    def _reopen_shard(self) -> None:
+        shard = self._shards[-1]
+        self._stream, self._digest = open(self.folder / shard["file"], "r+b"), hashlib.sha256()
+        self._stream.truncate(shard["tokens"] * self.dtype.itemsize)
+        while block := self._stream.read(2 ** 20):
+            self._digest.update(block)
 
     def _open_shard(self) -> None:
         name = f"{self.name}_{len(self._shards):05d}.bin"
@@ -136,30 +167,50 @@ def check_disk(out, needed: int) -> None:
                         "room, choose another disk, or limit the text with max_bytes.")
 
 
-@contextlib.contextmanager
-def unfinished_folder(out) -> Iterator[Path]:
-    """A temporary folder beside `out`, renamed to `out` at the end, removed when anything goes wrong.
+def save_progress(folder, request: dict, state: dict) -> None:
+    """Note what is safely on the disk, in one go: after a kill, the same request goes on from here."""
+    path = Path(folder) / PROGRESS
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps({"request": request, **state}), encoding="utf-8")
+    os.replace(temporary, path)
 
-    Raises UserError when it cannot be written, or when `out` has been filled by another preparation meanwhile.
+
+def saved_progress(folder, request: dict) -> dict | None:
+    """What save_progress noted for this very request, or None."""
+    try:
+        progress = json.loads((Path(folder) / PROGRESS).read_text(encoding="utf-8"))
+        return progress if progress.pop("request") == request else None
+    except (OSError, ValueError, KeyError, TypeError):      # none, or not what was written
+        return None
+
+
+@contextlib.contextmanager
+def unfinished_folder(out, request: dict | None = None) -> Iterator[Path]:
+    """A temporary folder beside `out`, renamed to `out` at the end: a new one, or that of a killed same `request`.
+
+    When something goes wrong it is removed, or kept where there is progress to go on from. Raises UserError when it
+    cannot be written, or when `out` has been filled by another preparation meanwhile.
     """
     out = Path(os.path.realpath(out))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(out)
-        folder, lock = _locked_folder(out)
+        folder, lock = _take_over(out, request) or _locked_folder(out)
     except OSError as error:
         raise UserError(f"Nothing can be written beside {out} ({error.strerror}): choose another folder.") from error
     try:
         yield folder
+        (folder / PROGRESS).unlink(missing_ok=True)
         os.rename(folder, out)          # only onto nothing or an empty folder: the system refuses all else
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise UserError(f"{out} was filled by another preparation meanwhile, whose shards stay: run this again to "
                             "use them.") from error
-        raise UserError(f"The shards could not be written to {out} ({error.strerror}), nothing was kept: make room, or "
-                        "choose another folder.") from error
+        kept = "what is done is kept: make room and run it again" if (folder / PROGRESS).exists() else \
+            "nothing was kept: make room, or choose another folder"
+        raise UserError(f"The shards could not be written to {out} ({error.strerror}), {kept}.") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not (folder / PROGRESS).exists():
+            shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
@@ -175,13 +226,21 @@ def _locked_folder(out: Path) -> tuple[Path, int]:
     return folder, lock
 
 
-def _remove_abandoned(out: Path) -> None:
-    """Remove what killed preparations of `out` have left: temporary folders that nobody holds a lock on."""
-    for folder in out.parent.glob(glob.escape(f".{out.name}.") + "*.partial"):
+def _take_over(out: Path, request: dict | None) -> tuple[Path, int] | None:
+    """The folder, and a lock on it, that a killed preparation of the same request has left; all other ones are removed.
+
+    Only a folder that nobody holds a lock on is one of a killed preparation.
+    """
+    taken = None
+    for folder in sorted(out.parent.glob(glob.escape(f".{out.name}.") + "*.partial")):
         with contextlib.suppress(OSError):      # locked, so somebody's; or just renamed, so finished
             lock = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                if taken is None and request is not None and saved_progress(folder, request):
+                    taken = folder, os.dup(lock)        # a lock belongs to all copies of its descriptor
+                else:
+                    shutil.rmtree(folder)
             finally:
                 os.close(lock)
+    return taken

@@ -1,41 +1,37 @@
-"""Text to token ids: `bytes` (needs nothing), `gpt2` (tiktoken, from a vocabulary file on this machine), or `auto`.
+"""Text to token ids: `bytes` (needs nothing), `gpt2` (tiktoken, from a vocabulary file on this machine), another encoding
+that tiktoken knows (cl100k_base, o200k_base, ...), or `auto`.
 
     encoding = get_encoding("auto")                 # gpt2 when its file can be had without network, else bytes
     arrays = encode_documents(encoding, ["one text", "another"])
 
-tiktoken looks for its vocabulary under a hashed name, deletes a file whose content differs, and downloads. None of this
-happens here: the file is found by several names in several places, verified by SHA-256, read, and never touched.
 Documents are ordinary text: `<|endoftext|>` inside one is thirteen characters, the separator is added by us.
 """
-import base64
-import hashlib
-import importlib.util
-import json
 import os
 import re
-import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Iterator
 
 import numpy as np
 
 from runtime import UserError
+from vocabulary_files import (END_OF_TEXT, SHARED_FILES, VOCABULARY_FILES, as_tiktokens_cache, cache_name, gpt2_ranks,
+                              verified_vocabulary)
 
-END_OF_TEXT = "<|endoftext|>"
 SPECIAL_LOOKING = re.compile(r"<\|\w{1,40}\|>")
 LONGEST_RUN = 2048          # characters without a change from space to non-space, see bounded_pieces
 THREADS = min(32, os.cpu_count() or 1)
 
 BYTES_PATTERN = r"(?s:.{1,100})"        # any split gives the same ids; short pieces are merged fastest
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-GPT2_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"    # the same ranks as gpt2
 
 
 def get_encoding(name: str, allow_download: bool = False):
-    """A tiktoken.Encoding for "bytes", "gpt2" or "auto" (it prints which); .n_vocab ids, .eot_token is the separator.
+    """A tiktoken.Encoding for "bytes", "gpt2", "auto" (it prints which) or another one that tiktoken knows.
+
+    It has .n_vocab ids; .eot_token is the separator.
 
     Where tiktoken is not installed, "bytes" is a ByteEncoding with the same methods. Nothing is downloaded unless
-    allow_download. Raises UserError for an unknown name, and when GPT-2's vocabulary cannot be had: which files, where.
+    allow_download. Raises UserError for an unknown name, and when a vocabulary cannot be had: which files, where.
     """
     if name == "bytes":
         return bytes_encoding()
@@ -43,7 +39,11 @@ def get_encoding(name: str, allow_download: bool = False):
         return gpt2_encoding(allow_download)
     if name == "auto":
         return _best_encoding(allow_download)
-    raise UserError(f"There is no encoding {name!r}: use bytes, gpt2 or auto.")
+    tiktoken = _tiktoken()
+    if tiktoken and name in tiktoken.list_encoding_names():
+        return _other_encoding(tiktoken, name, allow_download)
+    others = ", ".join(tiktoken.list_encoding_names()) if tiktoken else "with the package tiktoken others too"
+    raise UserError(f"There is no encoding {name!r}: use bytes, gpt2 or auto ({others}).")
 
 
 def _best_encoding(allow_download: bool):
@@ -99,127 +99,70 @@ def gpt2_encoding(allow_download: bool = False):
     tiktoken = _tiktoken()
     if tiktoken is None:
         raise UserError("The encoding gpt2 needs the package tiktoken: pip install it, or use the encoding bytes.")
-    found, rejected = find_gpt2_vocabulary()
-    if found is None and allow_download:
-        found = _download_vocabulary()
-    if found is None:
-        raise UserError(_how_to_get_vocabulary(rejected))
-    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=_ranks(found),
+    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=gpt2_ranks(allow_download),
                              special_tokens={END_OF_TEXT: 50256}, explicit_n_vocab=50257)
 
 
-def _ranks_from_tiktoken(content: bytes) -> dict[bytes, int]:
-    return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in content.splitlines())}
+# ---- tiktoken's other encodings --------------------------------------------------------------------------------------
 
-
-def _letters_of_bytes() -> dict[str, int]:
-    """GPT-2's own files write every byte as one printable letter; the order is also that of ids 0..255."""
-    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _ranks_from_merges(content: bytes) -> dict[bytes, int]:
-    letters = _letters_of_bytes()
-    merges = [line.replace(" ", "") for line in content.decode().split("\n")[1:-1]]
-    tokens = [bytes([byte]) for byte in letters.values()] + [bytes(letters[c] for c in merge) for merge in merges]
-    return {token: rank for rank, token in enumerate(tokens)}
-
-
-def _ranks_from_json(content: bytes) -> dict[bytes, int]:
-    letters, tokens = _letters_of_bytes(), json.loads(content)
-    del tokens[END_OF_TEXT]
-    return {bytes(letters[c] for c in token): rank for token, rank in tokens.items()}
-
-
-# each of the three files alone holds the whole vocabulary: SHA-256 -> how to read it
-READERS = {
-    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": _ranks_from_tiktoken,
-    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5": _ranks_from_merges,
-    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783": _ranks_from_json,
-}
-CACHE_NAMES = ("0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
-               "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")       # tiktoken's: SHA-1 of the address
-FILE_NAMES = ("r50k_base.tiktoken", "gpt2.tiktoken", "vocab.bpe", "merges.txt", "encoder.json") + CACHE_NAMES
-INPUTS = Path("/kaggle/input")
-MOST_FOLDERS_SEARCHED = 20_000          # an image data set can hold a million; vocabularies lie near the top
-
-
-def _ranks(content: bytes) -> dict[bytes, int]:
-    return READERS[hashlib.sha256(content).hexdigest()](content)
-
-
-def find_gpt2_vocabulary() -> tuple[bytes | None, list[Path]]:
-    """The verified content of a vocabulary file here or None, and the files with a right name but wrong content."""
-    rejected = []
-    for path in _vocabulary_candidates():
-        try:
-            content = path.read_bytes() if path.stat().st_size < 2 ** 21 else b""
-        except OSError:
-            content = b""
-        if hashlib.sha256(content).hexdigest() in READERS:
-            return content, rejected
-        rejected.append(path)
-    return None, rejected
-
-
-def _vocabulary_candidates() -> Iterator[Path]:
-    for folder in [*_vocabulary_folders(), *folders_below(INPUTS)]:
-        yield from (folder / name for name in FILE_NAMES if (folder / name).is_file())
-
-
-def _vocabulary_folders() -> list[Path]:
-    named = [os.environ[name] for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR") if os.environ.get(name)]
-    whisper = importlib.util.find_spec("whisper")       # finds the package's folder, imports nothing
-    assets = [Path(place) / "assets" for place in (whisper.submodule_search_locations or ())] if whisper else []
-    return [Path(name) for name in named] + [Path(tempfile.gettempdir()) / "data-gym-cache", Path.cwd(), *assets]
-
-
-def folders_below(top: Path) -> Iterator[Path]:
-    """A folder and those below it, breadth first, so that the limit cuts off the deep ones."""
-    level, count = [top], 0
-    while level and count < MOST_FOLDERS_SEARCHED:
-        yield from level
-        count += len(level)
-        level = [folder for parent in level for folder in _subfolders(parent)]
-
-
-def _subfolders(folder: Path) -> list[Path]:
+def _other_encoding(tiktoken, name: str, allow_download: bool):
+    file = SHARED_FILES.get(name, name)
+    if content := verified_vocabulary(file):
+        with as_tiktokens_cache(file, content):
+            return tiktoken.get_encoding(name)
+    if not allow_download:
+        raise UserError(f"The vocabulary of {name} is not on this machine: put {file}.tiktoken (SHA-256 "
+                        f"{VOCABULARY_FILES.get(file, 'unknown')[:8]}...) into the folder that TIKTOKEN_CACHE_DIR names, "
+                        f"where tiktoken calls it {cache_name(file)}, into {Path.cwd()} or into a Kaggle input, or allow "
+                        "the download.")
     try:
-        with os.scandir(folder) as entries:
-            return sorted(Path(entry.path) for entry in entries if entry.is_dir())
-    except OSError:
-        return []
-
-
-def _how_to_get_vocabulary(rejected: list[Path]) -> str:
-    wrong = f" ({', '.join(map(str, rejected[:3]))} has the right name but other content)" if rejected else ""
-    return (f"GPT-2's vocabulary is not on this machine{wrong}: put r50k_base.tiktoken (or vocab.bpe, or encoder.json) "
-            f"into the folder that TIKTOKEN_CACHE_DIR names, into {Path.cwd()} or into a Kaggle input, or allow the "
-            "download, or use the encoding bytes.")
-
-
-def _download_vocabulary() -> bytes:
-    import requests         # tiktoken depends on it
-    try:
-        answer = requests.get(GPT2_URL, timeout=30)
-        answer.raise_for_status()
-    except requests.RequestException as error:
-        raise UserError(f"GPT-2's vocabulary could not be downloaded from {GPT2_URL} ({type(error).__name__}): switch "
-                        "the internet on, or use the encoding bytes.") from error
-    if hashlib.sha256(answer.content).hexdigest() not in READERS:
-        raise UserError(f"What was downloaded from {GPT2_URL} is not GPT-2's vocabulary: try again, or use the "
-                        "encoding bytes.")
-    return answer.content
+        return tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:      # requests' errors are OSErrors
+        raise UserError(f"The vocabulary of {name} could not be downloaded ({type(error).__name__}): switch the internet "
+                        "on, or use another encoding.") from error
 
 
 # ---- documents to arrays ---------------------------------------------------------------------------------------------
 
+CHUNK = 128 * 1024          # characters that a thread takes at a time
+
+
 def encode_documents(encoding, texts: list[str]) -> list[np.ndarray]:
     """The ids of every text as ordinary text, each followed by the separator once: a list of uint32 arrays."""
-    cut = [bounded_pieces(valid_text(text)) for text in texts]
-    ids = iter(encoding.encode_ordinary_batch([piece for pieces in cut for piece in pieces], num_threads=THREADS))
-    return [np.array([i for _ in pieces for i in next(ids)] + [encoding.eot_token], dtype=np.uint32) for pieces in cut]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [ids for part in start_encoding(pool, encoding, texts) for ids, _ in part.result()]
+
+
+def start_encoding(pool: ThreadPoolExecutor, encoding, texts: list[str]) -> list[Future]:
+    """Encode texts in the threads of a pool; each Future gives [(ids, whether the text had endless runs), ...] in order.
+
+    tiktoken lets go of Python's lock while it works, so that threads are enough, and texts are not copied to processes.
+    """
+    chunks, size = [[]], 0
+    for text in texts:
+        if size > CHUNK:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(text)
+        size += len(text)
+    return [pool.submit(_encode_chunk, encoding, chunk) for chunk in chunks if chunk]
+
+
+def _encode_chunk(encoding, texts: list[str]) -> list[tuple[np.ndarray, bool]]:
+    encoded, end = [], np.array([encoding.eot_token], dtype=np.uint32)
+    for text in texts:
+        pieces = bounded_pieces(valid_text(text))
+        encoded.append((np.concatenate([*(_ids(encoding, piece) for piece in pieces), end]), len(pieces) > 1))
+    return encoded
+
+
+def _ids(encoding, text: str) -> np.ndarray:
+    """As encode_ordinary, without a list of a Python number a token: uint32."""
+    if encoding.name == "bytes":
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
+    if hasattr(encoding, "encode_to_numpy"):        # tiktoken 0.9
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    return np.array(encoding.encode_ordinary(text), dtype=np.uint32)
 
 
 def valid_text(text: str) -> str:

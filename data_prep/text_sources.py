@@ -1,57 +1,41 @@
-"""Documents from files, folders and the Python standard library, and which of them are held out for validation.
+"""Which files hold the text: files, folders, Kaggle inputs, Hugging Face datasets, the Python standard library.
 
     files, skipped, text_hash = find_texts(["stdlib", "my_texts/"], max_bytes=10_000_000)   # reads every file
-    for document in read_documents(files[0], val_fraction=0.1): ...
 
-A source is a file (any name), a folder (its plain-text files, recursively) or the word `stdlib`: the Python standard
-library's own source, real text that is on every machine.
-
-A file is one document, unless it is longer than LONG_FILE: then it is cut at line ends into pieces of about PIECE, each
-a document of its own, so that one big file can be divided into train and val, and is never held in memory whole.
-
-A document's split follows from its own text alone: adding files moves no document between train and val, and two copies
-of a text land on the same side. The pieces of a long file start at such a place and are then held out evenly.
+A source is a file (any name), a folder (its text files and tables, recursively), a dataset saved to disk or on the hub
+(hf:owner/name:config), or the word `stdlib`: the Python standard library's own source, real text that is on every
+machine. A Kaggle input is found by its name, wherever it is mounted. text_documents.py reads what is found here.
 """
 import codecs
+import dataclasses
 import hashlib
 import os
+import re
 import stat
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
 
+import vocabulary_files
 from runtime import UserError
+from text_documents import LONG_FILE
+from text_records import HUB, KINDS, TextFile, columns_of, compression_errors, kind_of, needed, open_bytes, plain_name
 
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".go",
-            ".rs", ".sh", ".sql")
+            ".rs", ".sh", ".sql", *KINDS)
 STDLIB = "stdlib"
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}      # not in every installation
-LONG_FILE = 64 * 1024       # bytes: longer files are cut
-PIECE = 16 * 1024           # characters: at val_fraction 0.1, ten pieces (160 KB of text) always hold out one
 BLOCK = 1024 * 1024         # bytes read at a time by the check
 
-
-@dataclass(frozen=True)
-class TextFile:
-    """A file that was read to its end and is text. `name` is its path within its source, the same on every machine."""
-    source: str
-    name: str
-    path: Path
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Document:
-    text: str
-    split: str          # "train" or "val"
-    least_share: float  # the smallest val_fraction that holds out this document or, in a long file, one before it
+BAD_BYTE = re.compile("[\udc80-\udcff]")       # as "surrogateescape" decodes it
+BAD_SHARE = 0.001           # of a long file's bytes: with more, it is text of another encoding, not damaged UTF-8
 
 
 # ---- which files -----------------------------------------------------------------------------------------------------
 
-def find_texts(sources, max_bytes: int | None = None, say=lambda done, total: None) -> tuple[list[TextFile], list, str]:
+def find_texts(sources, max_bytes: int | None = None, say=lambda done, total: None,
+               column: str = "text") -> tuple[list[TextFile], list, str]:
     """The readable text files of all sources, what was skipped and why, and a hash of all names and contents.
 
     max_bytes: take files until this much is reached, in the order of their names' hashes, so that they are a spread.
@@ -65,16 +49,15 @@ def find_texts(sources, max_bytes: int | None = None, say=lambda done, total: No
         if max_bytes and total >= max_bytes:
             break
         left = max_bytes - total if max_bytes else None
-        reason = _why_not_text(candidate, digest, left, lambda done: say(total + done, expected))
-        if reason is None:
-            files.append(candidate)
+        try:
+            files.append(_checked(candidate, column, digest, left, lambda done: say(total + done, expected)))
             total += candidate.bytes
-        else:
-            skipped.append(_skipped(candidate.path, reason))
+        except _NotText as reason:
+            skipped.append(_skipped(candidate.path, str(reason)))
     if not files:
         first = skipped[0]
         raise UserError(f"There is no text in {_listed(sources)} ({first['file']}: {first['reason']}): give text "
-                        "files in UTF-8.")
+                        "files in UTF-8, or tables and the name of their column.")
     return files, skipped, digest.hexdigest()
 
 
@@ -89,11 +72,16 @@ def _candidates(sources) -> tuple[list[TextFile], list[dict]]:
 
 
 def _files_of(source: str, skipped: list) -> list[TextFile]:
-    path = Path(sysconfig.get_paths()["stdlib"] if source == STDLIB else source)
+    if source.startswith(HUB):
+        return [TextFile(source, source, Path(source), 0, "dataset")]
+    path = Path(sysconfig.get_paths()["stdlib"]) if source == STDLIB else find_input(source)
+    if is_saved_dataset(path):
+        size = sum(part.stat().st_size for part in path.rglob("*.arrow"))
+        return [TextFile(source, path.name, path, size, "dataset")]
     if source == STDLIB and not os.path.isdir(path):
         raise UserError(f"This Python has no readable standard library at {path}: name a file or folder of text.")
     if os.path.isdir(path):
-        suffixes, left_out = ((".py",), STDLIB_LEFT_OUT) if source == STDLIB else (SUFFIXES, set())
+        suffixes, left_out = ((".py",), STDLIB_LEFT_OUT) if source == STDLIB else (SUFFIXES, set())     # .gz and .zst come on top
         found = list(_walk(source, path, suffixes, left_out, skipped))
         if not found:
             raise UserError(f"The folder {path} holds no text files that can be read ({' '.join(suffixes)}): name the "
@@ -108,7 +96,7 @@ def _named_file(source: str, path: Path) -> TextFile:
     try:
         with open(path, "rb") as stream:
             stream.read(1)
-            return TextFile(source, path.name, path, os.fstat(stream.fileno()).st_size)
+            return TextFile(source, path.name, path, os.fstat(stream.fileno()).st_size, kind_of(path.name))
     except FileNotFoundError as error:
         raise UserError(f"There is no file or folder {path}: correct it, or say {STDLIB} for Python's own source."
                         ) from error
@@ -124,7 +112,7 @@ def _walk(source: str, top: Path, suffixes: tuple, left_out: set, skipped: list)
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
         for name in names:
             path = Path(folder) / name
-            if name.startswith(".") or not name.lower().endswith(suffixes):
+            if name.startswith(".") or not plain_name(name).endswith(suffixes):
                 continue
             try:
                 about = path.stat()
@@ -132,7 +120,7 @@ def _walk(source: str, top: Path, suffixes: tuple, left_out: set, skipped: list)
                 unreadable(error)
             else:
                 if stat.S_ISREG(about.st_mode):
-                    yield TextFile(source, path.relative_to(top).as_posix(), path, about.st_size)
+                    yield TextFile(source, path.relative_to(top).as_posix(), path, about.st_size, kind_of(name))
 
 
 def _skipped(path, reason: str) -> dict:
@@ -152,69 +140,91 @@ def _listed(sources) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _why_not_text(file: TextFile, digest, limit: int | None, say) -> str | None:
-    """The reason why a file is no text, or None: then its name and content (about `limit` bytes) are in the digest."""
-    content = hashlib.blake2b(file.name.encode("utf-8", "surrogateescape") + b"\0", digest_size=16)
-    try:
-        _read_as_text(file.path, content, limit, say)
-    except UnicodeDecodeError:
-        return "not valid UTF-8"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    except _NotText as reason:
-        return str(reason)
-    digest.update(content.digest())
-    return None
+def find_input(source) -> Path:
+    """A path as it is, or the Kaggle input of that name: inputs are mounted at different depths, and have moved before."""
+    path = Path(source)
+    if os.path.lexists(path) or str(source).startswith((".", "~")):
+        return path
+    wanted = re.sub(r"^/kaggle/input/(datasets/[^/]+/|notebooks/[^/]+/)?", "", str(source)).strip("/")
+    if not wanted or wanted.startswith("..") or os.path.isabs(source) and "/kaggle/input/" not in str(source):
+        return path
+    found = [folder / wanted for folder in vocabulary_files.folders_below(vocabulary_files.INPUTS)
+             if os.path.exists(folder / wanted)]
+    return found[0] if found else path
 
+
+def is_saved_dataset(path) -> bool:
+    """Whether a folder was written by save_to_disk of the package datasets."""
+    return any(os.path.isfile(Path(path) / name) for name in ("dataset_dict.json", "state.json"))
+
+
+# ---- is it text? -----------------------------------------------------------------------------------------------------
 
 class _NotText(Exception):
     pass
 
 
-def _read_as_text(path: Path, content, limit: int | None, say) -> None:
-    decoder, done, characters = codecs.getincrementaldecoder("utf-8-sig")(), 0, 0
-    with open(path, "rb") as stream:
+def _checked(file: TextFile, column: str, digest, limit: int | None, say) -> TextFile:
+    """The file, its name and content (of text about `limit` bytes) in the digest. Raises _NotText with the reason."""
+    content = hashlib.blake2b(file.name.encode("utf-8", "surrogateescape") + b"\0", digest_size=16)
+    try:
+        if file.kind == "text":
+            file = dataclasses.replace(file, text_bytes=_read_as_text(file.path, content, limit, say))
+        else:
+            _check_columns(file, column)
+            _read_as_it_is(file, content, say)
+    except compression_errors() as error:
+        raise _NotText(f"damaged, cannot be decompressed ({error or type(error).__name__})") from error
+    except OSError as error:
+        raise _NotText(f"cannot be read ({error.strerror or error})") from error
+    digest.update(content.digest())
+    return file
+
+
+def _check_columns(file: TextFile, column: str) -> None:
+    arrow = (needed("pyarrow", file.name).ArrowException,) if file.kind == "parquet" else ()
+    try:
+        columns = columns_of(file)
+    except arrow as error:
+        raise _NotText(f"damaged ({str(error).splitlines()[0][:100]})") from error
+    if column not in columns:
+        names = ", ".join(columns[:8]) + (", ..." if len(columns) > 8 else "")
+        raise _NotText(f"has no column {column!r}" + (f", but {names}: name one as column" if names else ""))
+
+
+def _read_as_it_is(file: TextFile, content, say) -> None:
+    """A table's bytes into the digest; of a dataset on the hub only its name, for its bytes are not here."""
+    if str(file.path).startswith(HUB):
+        return
+    done = 0
+    for path in sorted(file.path.rglob("*.arrow")) if file.kind == "dataset" else [file.path]:
+        with open(path, "rb") as stream:
+            while block := stream.read(BLOCK):
+                content.update(block)
+                done += len(block)
+                say(done)
+
+
+def _read_as_text(path: Path, content, limit: int | None, say) -> int:
+    """Read a text file, about `limit` bytes of it; how many there were, decompressed. Raises _NotText."""
+    decoder, done, characters, bad = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), 0, 0, 0
+    with open_bytes(path) as (stream, tell):
         while limit is None or done < limit + LONG_FILE:
             block = stream.read(BLOCK)
             if done == 0 and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise _NotText("UTF-16: save it as UTF-8")
             if b"\0" in block:
                 raise _NotText("holds zero bytes, so it is no plain text")
-            characters += len(decoder.decode(block, final=not block))
+            text = decoder.decode(block, final=not block)
+            characters += len(text)
+            bad += 0 if text.isascii() else len(BAD_BYTE.findall(text))
             content.update(block)
             done += len(block)
-            say(done)
+            say(tell())
             if not block:
                 break
     if not characters:
         raise _NotText("empty")
-
-
-# ---- documents -------------------------------------------------------------------------------------------------------
-
-def read_documents(file: TextFile, val_fraction: float) -> Iterator[Document]:
-    """The documents of one file, in order; a long one is streamed. Raises UserError if the file has changed since."""
-    try:
-        with open(file.path, encoding="utf-8-sig", newline="") as stream:       # "": line ends stay as they are
-            for number, text in enumerate(_pieces(stream) if file.bytes > LONG_FILE else (stream.read(),)):
-                start = _start(text) if number == 0 else start
-                split = "val" if is_held_out(start, number, val_fraction) else "train"
-                yield Document(text, split, least_share=(1 - start) / (number + 1))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file.path} has changed while it was being prepared ({error}): run it again.") from error
-
-
-def _start(text: str) -> float:
-    """A number in [0, 1) that only this text has, near enough."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") / 2 ** 48
-
-
-def is_held_out(start: float, number: int, val_fraction: float) -> bool:
-    """Whether piece `number` of a file is val: one in 1 / val_fraction, evenly. start, the file's own, is in [0, 1)."""
-    return int(start + (number + 1) * val_fraction) > int(start + number * val_fraction)
-
-
-def _pieces(stream) -> Iterator[str]:
-    """About PIECE characters up to the next line end; a line that goes on and on is cut."""
-    while piece := stream.read(PIECE) + stream.readline(PIECE):
-        yield piece
+    if bad > (BAD_SHARE * done if done > LONG_FILE else 0):
+        raise _NotText("not valid UTF-8")
+    return done

@@ -112,13 +112,28 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # Text to token shards, needed only where there are none yet:
 
 # %%
-# %%writefile text_sources.py
+# %%writefile vocabulary_files.py
 
 # %%
 # %%writefile text_encodings.py
 
 # %%
+# %%writefile text_records.py
+
+# %%
+# %%writefile text_documents.py
+
+# %%
+# %%writefile text_sources.py
+
+# %%
+# %%writefile byte_models.py
+
+# %%
 # %%writefile shard_writer.py
+
+# %%
+# %%writefile preparation.py
 
 # %%
 # %%writefile prepare.py

@@ -90,6 +90,9 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%writefile doctor.py
 
 # %%
+# %%writefile vocabulary_files.py
+
+# %%
 # %%writefile text_encodings.py
 
 # %%

@@ -22,15 +22,17 @@ import numpy as np
 import pytest
 import tiktoken
 
-import prepare as prepare_module
+import preparation
 import shard_writer
+import text_documents
 import text_encodings
-import text_sources
+import vocabulary_files
 from prepare import main, prepare
 from runtime import UserError
 from shard_writer import SplitWriter, already_prepared, unfinished_folder
 from text_encodings import ByteEncoding, bounded_pieces, encode_documents, get_encoding, valid_text
-from text_sources import LONG_FILE, find_texts, is_held_out, read_documents
+from text_documents import LONG_FILE, is_held_out, read_documents
+from text_sources import find_texts
 from token_data import open_shards, read_manifest, verify_hashes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,14 +194,14 @@ def bare_machine(tmp_path, monkeypatch) -> types.SimpleNamespace:
     monkeypatch.setenv("DATA_GYM_CACHE_DIR", str(places.gym))
     monkeypatch.chdir(places.here)
     monkeypatch.setattr(tempfile, "tempdir", str(places.temporary))
-    monkeypatch.setattr(text_encodings, "INPUTS", places.inputs)
+    monkeypatch.setattr(vocabulary_files, "INPUTS", places.inputs)
     spec = types.SimpleNamespace(submodule_search_locations=[str(places.whisper)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "whisper" else None)
     return places
 
 
 @pytest.fixture(scope="module")
-def vocabulary_files() -> dict:
+def published_files() -> dict:
     """The three files in which GPT-2's vocabulary is published; two are rebuilt here, which their hashes prove."""
     tokens = [base64.b64decode(line.split()[0]) for line in VOCABULARY.read_bytes().splitlines()]
     ranks = {token: rank for rank, token in enumerate(tokens)}
@@ -217,13 +219,13 @@ def vocabulary_files() -> dict:
     merges = "#version: 0.2\n" + "".join(merged_from(token) for token in tokens[256:])
     ids = json.dumps({**{spell(token): rank for token, rank in ranks.items()}, "<|endoftext|>": 50256})
     files = {"r50k_base.tiktoken": VOCABULARY.read_bytes(), "vocab.bpe": merges.encode(), "encoder.json": ids.encode()}
-    assert {hashlib.sha256(content).hexdigest() for content in files.values()} == set(text_encodings.READERS)
+    assert {hashlib.sha256(content).hexdigest() for content in files.values()} == set(vocabulary_files.READERS)
     return files
 
 
-def test_each_published_file_alone_is_enough(bare_machine, vocabulary_files, own_r50k):
+def test_each_published_file_alone_is_enough(bare_machine, published_files, own_r50k):
     text = any_text(9, 20_000)
-    for name, content in vocabulary_files.items():
+    for name, content in published_files.items():
         (bare_machine.here / name).write_bytes(content)
         assert get_encoding("gpt2").encode_ordinary(text) == own_r50k.encode_ordinary(text), name
         (bare_machine.here / name).unlink()
@@ -298,13 +300,13 @@ def test_download_only_when_allowed_and_only_the_right_file(bare_machine, monkey
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(text_encodings, "GPT2_URL", address + "/good")
+    monkeypatch.setattr(vocabulary_files, "GPT2_URL", address + "/good")
     with pytest.raises(UserError):
         get_encoding("gpt2")
     assert not asked
     assert get_encoding("gpt2", allow_download=True).encode_ordinary("hello world") == [31373, 995]
     for path, word in (("/bad", "is not GPT-2's vocabulary"), ("/none", "could not be downloaded")):
-        monkeypatch.setattr(text_encodings, "GPT2_URL", address + path)
+        monkeypatch.setattr(vocabulary_files, "GPT2_URL", address + path)
         with pytest.raises(UserError) as error:
             get_encoding("gpt2", allow_download=True)
         assert_one_sentence(error.value, word)
@@ -343,7 +345,7 @@ def test_a_file_counts_once_however_it_is_named(texts):
 
 def test_what_is_no_text_is_skipped_with_its_reason(texts):
     bad = {"latin.txt": ("caf\xe9".encode("latin-1"), "UTF-8"), "cut.txt": ("中".encode()[:2], "UTF-8"),
-           "late.txt": (b"x" * 3_000_000 + b"\xff", "UTF-8"), "windows.txt": ("hello".encode("utf-16"), "UTF-16"),
+           "late.txt": (b"x" * 3_000_000 + b"\xff" * 4000, "UTF-8"), "windows.txt": ("hello".encode("utf-16"), "UTF-16"),
            "sixteen.txt": ("hello".encode("utf-16-le"), "zero bytes"), "empty.txt": (b"", "empty"),
            "only_bom.txt": (b"\xef\xbb\xbf", "empty"), "surrogate.txt": (b"\xed\xa0\x80", "UTF-8")}
     for name, (content, _) in bad.items():
@@ -429,7 +431,7 @@ def test_one_endless_line_is_cut_all_the_same(tmp_path):
     path.write_text("中" * 300_000)
     documents = list(read_documents(find_texts([path])[0][0], 0.05))
     assert sum(len(document.text) for document in documents) == 300_000
-    assert max(len(document.text) for document in documents) <= 2 * text_sources.PIECE
+    assert max(len(document.text) for document in documents) <= 2 * text_documents.PIECE
 
 
 @pytest.mark.parametrize("val_fraction", [0.01, 0.05, 0.3, 0.9])
@@ -515,7 +517,7 @@ def test_shards_hold_exactly_the_documents(texts, tmp_path, encoding):
 
 
 def test_byte_models_agree_with_counting_by_hand(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "BATCH_BYTES", 5000)       # several batches
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 5000)       # several batches
     manifest = prepare([texts], tmp_path / "out", encoding="bytes", val_fraction=0.2)
     train, val = ([256, *tokens_of(tmp_path / "out", split)] for split in ("train", "val"))
     single, pair, before = ({}, {}, {})
@@ -568,12 +570,13 @@ def test_command_line_summary_progress_and_flat_folder(texts, tmp_path):
 
 def test_progress_says_rate_and_time_left(monkeypatch, capsys):
     clock = iter([100.0, 102.0, 104.0, 106.0, 108.0])
-    monkeypatch.setattr(prepare_module.time, "monotonic", lambda: next(clock))
-    progress = prepare_module.Progress("prepared")
+    monkeypatch.setattr(preparation.time, "monotonic", lambda: next(clock))
+    progress = preparation.Progress("prepared")
     for done in (10, 20, 30, 40):
         progress.say(done * 1_000_000, 640_000_000)
-    assert capsys.readouterr().out == ("prepared 20 of 640 MB, 5.0 MB/s, 2 min 4 s left\n"
-                                       "prepared 40 of 640 MB, 5.0 MB/s, 2 min 0 s left\n")
+    assert capsys.readouterr().out == (
+        "prepared [--------------------] 3% 20 of 640 MB, 5.0 MB/s, 2 min 4 s left\n"
+        "prepared [#-------------------] 6% 40 of 640 MB, 5.0 MB/s, 2 min 0 s left\n")
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

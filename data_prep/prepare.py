@@ -138,8 +138,9 @@ def find_or_prepare(data: str = "auto", encoding: str = "auto", small_model: boo
                     inputs: str | Path = "/kaggle/input", column: str = "text") -> str:
     """The folder of token shards to train from, made here when there is none.
 
-    data: a folder of shards, ours or those of nanoGPT, llm.c, build-nanogpt; a text file, folder or dataset; the name of
-    a Kaggle input; "stdlib"; or "auto": the shards among the inputs, else stdlib.      column: of tables, for their text.
+    data: a folder of shards, ours or those of nanoGPT, llm.c, build-nanogpt; a text file, folder or dataset; the name
+    of a Kaggle input; "stdlib"; or "auto": the shards among the inputs, else stdlib.
+    column: of tables, for their text.
     encoding: for text; "auto" means bytes for a small model, whose embedding would be mostly vocabulary otherwise.
     Text is prepared once into `out`/<its name>. Raises UserError when several inputs hold shards, and as prepare does.
     """

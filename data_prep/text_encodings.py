@@ -1,5 +1,5 @@
-"""Text to token ids: `bytes` (needs nothing), `gpt2` (tiktoken, from a vocabulary file on this machine), another encoding
-that tiktoken knows (cl100k_base, o200k_base, ...), or `auto`.
+"""Text to token ids: `bytes` (needs nothing), `gpt2` (tiktoken, from a vocabulary file on this machine), another
+encoding that tiktoken knows (cl100k_base, o200k_base, ...), or `auto`.
 
     encoding = get_encoding("auto")                 # gpt2 when its file can be had without network, else bytes
     arrays = encode_documents(encoding, ["one text", "another"])
@@ -28,10 +28,9 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 def get_encoding(name: str, allow_download: bool = False):
     """A tiktoken.Encoding for "bytes", "gpt2", "auto" (it prints which) or another one that tiktoken knows.
 
-    It has .n_vocab ids; .eot_token is the separator.
-
-    Where tiktoken is not installed, "bytes" is a ByteEncoding with the same methods. Nothing is downloaded unless
-    allow_download. Raises UserError for an unknown name, and when a vocabulary cannot be had: which files, where.
+    It has .n_vocab ids; .eot_token is the separator. Where tiktoken is not installed, "bytes" is a ByteEncoding with the
+    same methods. Nothing is downloaded unless allow_download. Raises UserError for an unknown name, and when a
+    vocabulary cannot be had: which files, where.
     """
     if name == "bytes":
         return bytes_encoding()
@@ -112,14 +111,14 @@ def _other_encoding(tiktoken, name: str, allow_download: bool):
             return tiktoken.get_encoding(name)
     if not allow_download:
         raise UserError(f"The vocabulary of {name} is not on this machine: put {file}.tiktoken (SHA-256 "
-                        f"{VOCABULARY_FILES.get(file, 'unknown')[:8]}...) into the folder that TIKTOKEN_CACHE_DIR names, "
-                        f"where tiktoken calls it {cache_name(file)}, into {Path.cwd()} or into a Kaggle input, or allow "
-                        "the download.")
+                        f"{VOCABULARY_FILES.get(file, 'unknown')[:8]}...) into the folder that TIKTOKEN_CACHE_DIR "
+                        f"names, where tiktoken calls it {cache_name(file)}, into {Path.cwd()} or into a Kaggle "
+                        "input, or allow the download.")
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:      # requests' errors are OSErrors
-        raise UserError(f"The vocabulary of {name} could not be downloaded ({type(error).__name__}): switch the internet "
-                        "on, or use another encoding.") from error
+        raise UserError(f"The vocabulary of {name} could not be downloaded ({type(error).__name__}): switch the "
+                        "internet on, or use another encoding.") from error
 
 
 # ---- documents to arrays ---------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ def encode_documents(encoding, texts: list[str]) -> list[np.ndarray]:
 
 
 def start_encoding(pool: ThreadPoolExecutor, encoding, texts: list[str]) -> list[Future]:
-    """Encode texts in the threads of a pool; each Future gives [(ids, whether the text had endless runs), ...] in order.
+    """Encode texts in the threads of a pool; each Future gives [(ids, whether it had endless runs), ...] in order.
 
     tiktoken lets go of Python's lock while it works, so that threads are enough, and texts are not copied to processes.
     """

@@ -1,7 +1,9 @@
-"""The files that hold text, plain or as .gz and .zst, and the records of tables: .jsonl, .csv, .parquet (one column), and
-datasets of Hugging Face, saved to disk or streamed from the hub.
+"""The files that hold text, plain or as .gz and .zst, and the records of tables: .jsonl, .csv, .parquet (one column),
+and datasets of Hugging Face, saved to disk or streamed from the hub.
 
-    for number, text, reason in RECORDS[file.kind](file, "text", Position()): ...   # text None: reason says what is wrong
+    for number, text, reason in RECORDS[file.kind](file, "text", Position()): ...
+
+Where a record has no text to use, text is None and reason says what is wrong.
 
 pyarrow, zstandard and datasets are needed for their own files only.
 """
@@ -104,8 +106,10 @@ REST_LOST = "the file is damaged here, its rest is lost"
 def _lines_of_json(file: TextFile, column: str, position: Position) -> Records:
     with open_bytes(file.path) as (stream, position.tell):
         for number, line in enumerate(_lines(stream), 1):
-            if line is None or len(line) >= LONGEST_LINE:
-                yield number, None, REST_LOST if line is None else f"a line of more than {LONGEST_LINE:,} bytes, skipped"
+            if line is None:
+                yield number, None, REST_LOST
+            elif len(line) >= LONGEST_LINE:
+                yield number, None, f"a line of more than {LONGEST_LINE:,} bytes, skipped"
             elif line.strip():
                 yield number, *_from_json(line, column)
 
@@ -198,8 +202,8 @@ def open_dataset(path):
         return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     except Exception as error:      # the network, a missing name, a private one: the library raises many kinds
         reason = (str(error).splitlines() or [""])[0][:200].rstrip(".")
-        raise UserError(f"{path} cannot be opened as a Hugging Face dataset ({type(error).__name__}: {reason}): correct "
-                        "the name (hf:owner/name:config), or switch the internet on.") from error
+        raise UserError(f"{path} cannot be opened as a Hugging Face dataset ({type(error).__name__}: {reason}): "
+                        "correct the name (hf:owner/name:config), or switch the internet on.") from error
 
 
 def _rows_of_dataset(file: TextFile, column: str, position: Position) -> Records:

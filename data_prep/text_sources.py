@@ -81,7 +81,7 @@ def _files_of(source: str, skipped: list) -> list[TextFile]:
     if source == STDLIB and not os.path.isdir(path):
         raise UserError(f"This Python has no readable standard library at {path}: name a file or folder of text.")
     if os.path.isdir(path):
-        suffixes, left_out = ((".py",), STDLIB_LEFT_OUT) if source == STDLIB else (SUFFIXES, set())     # .gz and .zst come on top
+        suffixes, left_out = ((".py",), STDLIB_LEFT_OUT) if source == STDLIB else (SUFFIXES, set())
         found = list(_walk(source, path, suffixes, left_out, skipped))
         if not found:
             raise UserError(f"The folder {path} holds no text files that can be read ({' '.join(suffixes)}): name the "
@@ -141,7 +141,7 @@ def _listed(sources) -> str:
 
 
 def find_input(source) -> Path:
-    """A path as it is, or the Kaggle input of that name: inputs are mounted at different depths, and have moved before."""
+    """A path as it is, or the Kaggle input of that name: inputs lie at different depths, and have moved before."""
     path = Path(source)
     if os.path.lexists(path) or str(source).startswith((".", "~")):
         return path

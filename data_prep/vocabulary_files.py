@@ -1,10 +1,10 @@
-"""The vocabularies of tiktoken's encodings, from files on this machine: found, verified by SHA-256, read, never touched.
+"""The vocabularies of tiktoken's encodings, from files on this machine: found, verified by SHA-256, never touched.
 
     ranks = gpt2_ranks()                        # from any of the three files in which GPT-2's is published
     content = verified_vocabulary("cl100k_base")
 
-tiktoken looks for its vocabulary under a hashed name, deletes a file whose content differs, and downloads. Here a file is
-looked for by several names in several places, Kaggle's inputs among them, and nothing is downloaded unless allowed.
+tiktoken looks for its vocabulary under a hashed name, deletes a file whose content differs, and downloads. Here a file
+is looked for by several names in several places, Kaggle's inputs among them, and nothing is downloaded unless allowed.
 """
 import base64
 import contextlib

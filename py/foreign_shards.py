@@ -5,9 +5,9 @@
 | made by | file | what it looks like |
 |---|---|---|
 | nanoGPT | train.bin, val.bin | raw little-endian uint16, nothing else (uint32 is recognised) |
-| llm.c, modded-nanogpt | *_train_000001.bin, *_val_000000.bin | 256 int32 (magic 20240520, version, count), then uint16 |
+| llm.c, modded-nanogpt | *_train_000001.bin, *_val_000000.bin | 256 int32 (magic 20240520, version, count), uint16 |
 | the same for Llama 3 | | magic 20240801, then uint32 |
-| build-nanogpt, FineWeb-Edu dumps | *_train_000001.npy, *_val_000000.npy | numpy's header, one dimension of integers |
+| build-nanogpt, FineWeb-Edu dumps | *_train_000001.npy, *_val_000000.npy | numpy's header, one row of integers |
 
 Which split a file belongs to is said by its name, or by a folder train/ or val/. A raw file says nothing about itself,
 so all of it is read once: ids, blocks of zeros, whether it is text or noise. The findings are kept in the temporary
@@ -97,7 +97,7 @@ def token_file_names(folder: Path) -> dict[str, str | None]:
 
 
 def split_of(name: str) -> str | None:
-    """`train` or `val` by the first word of a name that says it: edufineweb_val_000000 is val, training_args is none."""
+    """`train` or `val`, by the first word of a name that says it: edufineweb_val_000000 is val, training_args none."""
     words = re.findall("[a-z]+", name.lower())
     return next((SPLITS[word] for word in words if word in SPLITS), None)
 
@@ -106,8 +106,8 @@ def _check_names(folder: Path, names: dict) -> None:
     missing = [split for split in ("train", "val") if split not in names.values()]
     if missing:
         shown = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise UserError(f"{folder} holds {shown}, but no name says {' and none says '.join(missing)}: name the files as "
-                        "in fineweb_train_000001.bin and fineweb_val_000000.bin (a folder of links to them will do).")
+        raise UserError(f"{folder} holds {shown}, but no name says {' and none says '.join(missing)}: name the files "
+                        "as in fineweb_train_000001.bin and fineweb_val_000000.bin (a folder of links will do).")
 
 
 # ---- one file --------------------------------------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def _read_through(path: Path, file: TokenFile, say) -> dict:
     sample = _sample(path, file.offset, file.dtype, file.tokens)
     if len(sample) >= SAMPLE // 2 and len(np.unique(sample)) > len(sample) // 2:
         raise UserError(f"{path}, read as {file.kind} {np.dtype(file.dtype).name}, looks like noise ("
-                        f"{len(np.unique(sample)):,} different numbers among {len(sample):,}), not like the tokens of a "
-                        "text: it is compressed, encrypted or of another format.")
+                        f"{len(np.unique(sample)):,} different numbers among {len(sample):,}), not like the tokens of "
+                        "a text: it is compressed, encrypted or of another format.")
     digest, largest, gpt2, position = hashlib.sha256(), 0, False, 0
     with open(path, "rb") as stream:
         stream.seek(file.offset)
@@ -231,8 +231,8 @@ def _check_block(path: Path, file: TokenFile, ids: np.ndarray, position: int) ->
     parts = ids[:len(ids) // ZERO_BLOCK * ZERO_BLOCK].reshape(-1, ZERO_BLOCK)
     if len(empty := np.flatnonzero(parts.max(1, initial=0) == 0)):
         raise UserError(f"{path} holds nothing but zeros for {ZERO_BLOCK:,} tokens from token "
-                        f"{position + empty[0] * ZERO_BLOCK:,} on (of {file.tokens:,}): an incomplete download or a file "
-                        "that was never filled, copy it again.")
+                        f"{position + empty[0] * ZERO_BLOCK:,} on (of {file.tokens:,}): an incomplete download or a "
+                        "file that was never filled, copy it again.")
 
 
 def _manifest(files: list[TokenFile], found: list[dict], folder: Path) -> dict:
@@ -282,5 +282,5 @@ def _say(folder: Path, manifest: dict) -> None:
                       for name, split in manifest["splits"].items())
     largest = max(shard["max_id"] for split in manifest["splits"].values() for shard in split["shards"])
     encoding = {"unknown": "a tokenizer that is not known"}.get(manifest["encoding"], manifest["encoding"])
-    print(f"{folder}: {manifest['format']} token files ({manifest['dtype']}), {sizes}; ids up to {largest:,}, taken for "
-          f"those of {encoding}")
+    print(f"{folder}: {manifest['format']} token files ({manifest['dtype']}), {sizes}; ids up to {largest:,}, taken "
+          f"for those of {encoding}")

@@ -91,7 +91,8 @@ def test_compressed_text_is_the_same_text(tmp_path, suffix, size):
     (tmp_path / "a.txt").write_bytes(text)
     (tmp_path / f"a.txt{suffix}").write_bytes(COMPRESSED[suffix](text))
     plain, packed = (documents_of([tmp_path / name]) for name in ("a.txt", f"a.txt{suffix}"))
-    assert [(d.text, d.split) for d in plain] == [(d.text, d.split) for d in packed] and len(plain) == 1 + (size > 500) * 24
+    assert [(d.text, d.split) for d in plain] == [(d.text, d.split) for d in packed]
+    assert len(plain) == 1 + (size > 500) * 24
 
 
 def test_a_folder_of_everything(tmp_path):
@@ -120,10 +121,12 @@ def test_column_that_is_not_there(tmp_path):
         with pytest.raises(UserError) as error:
             prepare([tmp_path / f"a.{kind}"], tmp_path / "out", encoding="bytes")
         assert_one_sentence(error.value, "no column 'text', but id, body, url", f"a.{kind}")
-    assert main([str(tmp_path / "a.csv"), "--column", "body", "--out", str(tmp_path / "out"), "--encoding", "bytes"]) == 0
+    options = ["--column", "body", "--out", str(tmp_path / "out"), "--encoding", "bytes"]
+    assert main([str(tmp_path / "a.csv"), *options]) == 0
 
 
-@pytest.mark.parametrize("package, name", [("pyarrow", "a.parquet"), ("zstandard", "a.txt.zst"), ("datasets", "hf:a/b")])
+@pytest.mark.parametrize("package, name", [("pyarrow", "a.parquet"), ("zstandard", "a.txt.zst"),
+                                           ("datasets", "hf:a/b")])
 def test_optional_package_that_is_missing(tmp_path, monkeypatch, package, name):
     (tmp_path / "a.parquet").write_bytes(as_parquet(TEXTS))
     (tmp_path / "a.txt.zst").write_bytes(zst(b"text " * 99))
@@ -135,7 +138,7 @@ def test_optional_package_that_is_missing(tmp_path, monkeypatch, package, name):
     assert_one_sentence(error.value, name, f"needs the package {package}", f"pip install {package}")
 
 
-# ---- Hugging Face datasets and Kaggle inputs ---------------------------------------------------------------------------
+# ---- Hugging Face datasets and Kaggle inputs -------------------------------------------------------------------------
 
 @pytest.fixture
 def offline_datasets(tmp_path, monkeypatch):
@@ -152,7 +155,8 @@ def test_dataset_saved_to_disk(tmp_path, offline_datasets):
         assert [document.text for document in documents_of([tmp_path / name])] == TEXTS
     manifest = prepare([tmp_path / "one"], tmp_path / "out", encoding="bytes", val_fraction=0.2)
     assert manifest["sources"][0]["bytes"] > sum(map(len, TEXTS))
-    assert prepare([tmp_path / "two"], tmp_path / "out2", encoding="bytes", val_fraction=0.2)["splits"] == manifest["splits"]
+    again = prepare([tmp_path / "two"], tmp_path / "out2", encoding="bytes", val_fraction=0.2)
+    assert again["splits"] == manifest["splits"]
 
 
 def test_dataset_is_streamed_up_to_a_budget(tmp_path, offline_datasets, monkeypatch):
@@ -196,7 +200,7 @@ def test_kaggle_inputs_are_found_by_name_wherever_they_are(tmp_path, monkeypatch
         find_texts(["/kaggle/input/other"])
 
 
-# ---- damaged documents -------------------------------------------------------------------------------------------------
+# ---- damaged documents -----------------------------------------------------------------------------------------------
 
 def test_damaged_records_are_skipped_mended_or_cut_counted_and_listed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(text_records, "LONGEST_LINE", 20_000)
@@ -212,7 +216,8 @@ def test_damaged_records_are_skipped_mended_or_cut_counted_and_listed(tmp_path, 
     listed = {entry["document"]: entry["reason"] for entry in manifest["damaged"]["listed"]}
     assert len(listed) == 10 and listed["a.jsonl, record 4"] == "no JSON, skipped"
     texts = "".join(get_encoding("gpt2").decode(tokens_of(tmp_path / "out", name)) for name in ("train", "val"))
-    assert all(text in texts for text in [*TEXTS, "lone \ufffd surrogate", " " * 9000 + "end"]) and "y" * 99 not in texts
+    assert all(text in texts for text in [*TEXTS, "lone \ufffd surrogate", " " * 9000 + "end"])
+    assert "y" * 99 not in texts
     assert sum(split["documents"] for split in manifest["splits"].values()) == 62
     printed = capsys.readouterr().out
     assert "damaged documents: 1 x a line of more" in printed and "such as a.jsonl, record 4" in printed
@@ -277,7 +282,7 @@ def test_only_the_first_damages_are_listed():
     assert damage.counts == {"no text": 500} and len(damage.listed) == text_documents.LISTED
 
 
-# ---- killed and gone on ------------------------------------------------------------------------------------------------
+# ---- killed and gone on ----------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def corpus(tmp_path) -> Path:
@@ -294,6 +299,7 @@ def corpus(tmp_path) -> Path:
     return folder
 
 
+PATHS = os.pathsep.join(str(ROOT / name) for name in ("py", "data_prep"))
 PREPARE = """if True:
     import sys, preparation, prepare, shard_writer
     preparation.BATCH_CHARACTERS, preparation.NOTE_EVERY = 30_000, 0.0
@@ -303,9 +309,8 @@ PREPARE = """if True:
 def start(corpus, out, *options) -> subprocess.Popen:
     command = [sys.executable, "-c", PREPARE, corpus, "--out", out, "--encoding", "gpt2", "--shard-tokens", "40000",
                "--val-fraction", "0.2", *options]
-    path = os.pathsep.join(str(ROOT / name) for name in ("py", "data_prep"))
     return subprocess.Popen(list(map(str, command)), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            env={**os.environ, "PYTHONPATH": path})
+                            env={**os.environ, "PYTHONPATH": PATHS})
 
 
 @pytest.mark.parametrize("options", [[], ["--max-tokens", "700000"], ["--max-bytes", "2000000"]])
@@ -384,9 +389,9 @@ def test_disk_that_fills_up_keeps_what_is_done(corpus, tmp_path):
     """The system refuses files above a size, as a full disk does; with room again the same request goes on."""
     code = PREPARE.replace("import sys,", "import resource, sys,").replace(
         "sys.exit", "resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, -1)); sys.exit")
-    process = subprocess.run([sys.executable, "-c", code, str(corpus), "--out", str(tmp_path / "out"), "--encoding",
-                              "bytes", "--val-fraction", "0.2"], capture_output=True, text=True, env={
-                                  **os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "py", ROOT / "data_prep")))})
+    command = [sys.executable, "-c", code, str(corpus), "--out", str(tmp_path / "out"), "--encoding", "bytes",
+               "--val-fraction", "0.2"]
+    process = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PATHS})
     assert process.returncode == 2, process
     assert_one_sentence(process.stderr.strip(), "could not be written", "what is done is kept")
     assert prepare([corpus], tmp_path / "out", encoding="bytes", val_fraction=0.2)

@@ -1,5 +1,5 @@
-"""Token files of nanoGPT, llm.c and build-nanogpt, written here from the descriptions of their formats, read as they are;
-and everything that is none of them, refused with what was seen."""
+"""Token files of nanoGPT, llm.c and build-nanogpt, written here from the descriptions of their formats, read as they
+are; and everything that is none of them, refused with what was seen."""
 import json
 import os
 import tempfile
@@ -144,7 +144,8 @@ WRONG = {
     "llm.c cut short": (lambda f: llm_c(f / "a_train.bin", text_like(0, 5000), count=6000),
                         "11,024 bytes where its header says 13,024 (6,000 tokens of uint16)"),
     "llm.c of next version": (lambda f: llm_c(f / "a_train.bin", text_like(0, 5000), version=2), "version 2"),
-    "llm.c questions": (lambda f: llm_c(f / "hellaswag_train.bin", text_like(0, 5000), magic=20240522), "test questions"),
+    "llm.c questions": (lambda f: llm_c(f / "hellaswag_train.bin", text_like(0, 5000), magic=20240522),
+                        "test questions"),
     "npy cut short": (lambda f: (npy(f / "train.npy", text_like(0, 5000)), cut(f / "train.npy", 9000)),
                       "9,000 bytes where its header says 10,128"),
     "npy of floats": (lambda f: npy(f / "train.npy", np.ones(5000), "<f4"), "float32 in the shape (5000,)"),

@@ -28,8 +28,8 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 def get_encoding(name: str, allow_download: bool = False):
     """A tiktoken.Encoding for "bytes", "gpt2", "auto" (it prints which) or another one that tiktoken knows.
 
-    It has .n_vocab ids; .eot_token is the separator. Where tiktoken is not installed, "bytes" is a ByteEncoding with the
-    same methods. Nothing is downloaded unless allow_download. Raises UserError for an unknown name, and when a
+    It has .n_vocab ids; .eot_token is the separator. Where tiktoken is not installed, "bytes" is a ByteEncoding with
+    the same methods. Nothing is downloaded unless allow_download. Raises UserError for an unknown name, and when a
     vocabulary cannot be had: which files, where.
     """
     if name == "bytes":

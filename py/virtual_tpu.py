@@ -13,11 +13,14 @@ How it works. Every sync becomes a meeting of all ranks:
   program may well block until all are running.
 - No rank leaves before every program has run: a rank that freed a tensor would wait for its own program while holding
   Python's lock, which the others need to start theirs.
+- Each rank collects its garbage as it comes. Python's collector, which runs at any moment, would free it in the turn of
+  another rank; a program holds every tensor that is alive, so equal ranks would bring different programs.
 
 A rank that does not come, that has finished, or that brings another program than the rest raises `LeftCommonPath` in
 all ranks: it names every party, its sync number and its source line.
 """
 import atexit
+import gc
 import os
 import random
 import sys
@@ -72,6 +75,7 @@ class Conductor:
         self.here = threading.local()       # .rank is set in the threads of the ranks, and in no other
         self.debug_log = None
         self.counts = {}
+        self.run_on_the_spot = set()        # programs
 
     # -- the life of a rank
 
@@ -81,6 +85,7 @@ class Conductor:
         threading.current_thread().name = f"rank {number}"
         if number == self.turn:
             self.turn_since = time.monotonic()
+            gc.freeze()         # what is there already stays, and need not be looked at again at every sync
         self._wait_for_turn(rank)
 
     def finish(self, state: str) -> str:
@@ -95,6 +100,7 @@ class Conductor:
     def meet(self, action):
         """Called by each rank in place of `action()`, a sync. Returns its result once all ranks' programs have run."""
         rank = self.here.rank
+        gc.collect()
         with self.condition:
             rank.syncs, rank.line, rank.state = rank.syncs + 1, worker_line(sys._getframe(2)), "waiting"
             rank.launched = rank.returned = False
@@ -141,9 +147,9 @@ class Conductor:
 
     def _launch(self, rank: Rank, action):
         """Hand over this rank's program. The next rank follows when this one's is known; the last ends the meeting."""
-        before = self._cache_state()
+        before, executions = self._cache_state(), self._executions()
         os.truncate(self.debug_log, 0)      # a host read since the last meeting has left its report there
-        watch = threading.Thread(target=self._pass_on_when_known, args=(rank, before), daemon=True)
+        watch = threading.Thread(target=self._pass_on_when_known, args=(rank, before, executions), daemon=True)
         watch.start()
         try:
             return action()
@@ -152,16 +158,36 @@ class Conductor:
             watch.join()
             self._end_meeting(rank)
 
-    def _pass_on_when_known(self, rank: Rank, before: tuple) -> None:
+    def _pass_on_when_known(self, rank: Rank, before: tuple, executions: int) -> None:
         while not rank.returned and self._cache_state() == before:
             time.sleep(0.0005)
         rank.program = self._program_hash() if self._cache_state() != before else ""
+        if rank.program:
+            self._wait_until_executing(rank.program, executions)
         with self.condition:
             rank.launched = True
             if any(other.launched and other.program != rank.program for other in self.ranks):
                 self._fail()
             elif rank.number + 1 < len(self.ranks):
                 self._give_turn("launch", rank.number + 1)
+
+    def _wait_until_executing(self, program: str, executions: int) -> None:
+        """One program at a time through the thread pools of torch_xla and XLA.
+
+        They are made for work that never waits for other work: of two jobs that come at once, the second may lie until
+        the thread that took the first is free again. Here that one waits for the second, in a collective, for ever.
+        A cheap program is run on the spot, and is counted only when all ranks have met in it: it gets a moment instead.
+        """
+        end = time.monotonic() + (0.05 if program in self.run_on_the_spot else 1.0)
+        while self._executions() == executions:
+            if time.monotonic() > end:
+                self.run_on_the_spot.add(program)
+                return
+            time.sleep(0.0005)
+
+    def _executions(self) -> int:
+        """Programs that torch_xla's own pool has handed over to XLA."""
+        return self.xlac._xla_counter_value("ExecuteComputation") or 0
 
     def _end_meeting(self, rank: Rank) -> None:
         """The last to return waits for the devices while all others still stand here, then all go on."""

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch_xla
-from conftest import clean_environment
+from conftest import clean_environment, run_script
 
 import virtual_tpu
 
@@ -113,6 +113,27 @@ def test_every_rank_has_its_own_random_state():
 
 def test_barrier_rendezvous_gather_reduce_and_reads():
     assert rehearse("meets_in_every_way").count("of 4 met the others") == 4
+
+
+def test_garbage_of_one_rank_is_not_collected_in_the_turn_of_another():
+    """A program holds every tensor that is alive: equal ranks would bring different ones."""
+    assert rehearse("leaves_cycles").count("left its garbage") == 4
+
+
+def test_torch_xla_still_counts_the_programs_it_hands_over(tmp_path):
+    """By this counter the ranks' programs go through its thread pool one at a time, and none is left lying there."""
+    code = """
+import runtime as rt
+rt.patch_environment("xla-cpu")
+import torch, torch_xla
+import torch_xla.debug.metrics as metrics
+before = metrics.counter_value("ExecuteComputation") or 0
+torch.ones(3, device="xla").add(1)
+x = torch.rand(200, 200).to("xla") @ torch.rand(200, 200).to("xla")
+torch_xla.sync(wait=True)
+print("counted", metrics.counter_value("ExecuteComputation") - before)
+"""
+    assert "counted 1\n" in run_script(code, tmp_path).stdout
 
 
 def test_install_says_clearly_when_torch_xla_has_moved_its_functions(monkeypatch):

@@ -7,6 +7,7 @@ A line that the detector must name carries a `# HERE` mark; the tests look these
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "py"))
 
@@ -172,6 +173,28 @@ def meets_in_every_way():
         runtime.sync()
     runtime.check_replicas(dict(model.named_parameters()), "at the end")
     print(f"rank {rank} of {size} met the others", flush=True)
+
+
+def leaves_cycles():
+    """Garbage that only Python's collector finds, and a collector that may run at any moment."""
+    import threading
+    runtime, model, optimizer = start()
+    if runtime.is_main:
+        threading.Thread(target=collect_for_ever, daemon=True).start()
+    for _ in range(10):
+        loss = train_step(runtime, model, optimizer)
+        cycle = SimpleNamespace(loss=loss * 2, more=[p.detach() + 1 for p in model.parameters()])
+        cycle.itself = cycle
+        del cycle
+        runtime.sync()
+    print(f"rank {runtime.rank} left its garbage", flush=True)
+
+
+def collect_for_ever():
+    import gc
+    while True:
+        gc.collect()
+        time.sleep(0.03)
 
 
 # ---- the GPT's own worker, with probes beside it ---------------------------------------------------------------------

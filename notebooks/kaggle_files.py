@@ -2,7 +2,7 @@
 
     python notebooks/kaggle_files.py --user ada                                  # every notebook, below build/kaggle
     python notebooks/kaggle_files.py --user ada --attach ada/my-shards           # with datasets as inputs
-    python notebooks/kaggle_files.py --user ada --dataset data/mine              # dataset-metadata.json beside the shards
+    python notebooks/kaggle_files.py --user ada --dataset data/mine              # dataset-metadata.json beside shards
 
 Then, with Kaggle's own command line tool and your key: kaggle kernels push -p build/kaggle/gpt_pretrain
 """
@@ -36,14 +36,14 @@ def kernel_metadata(name: str, user: str, datasets: list) -> dict:
     """What kernel-metadata.json says. docker_image is left out: a pinned image would replace that of the TPU."""
     title = title_of(name)
     before = CONTINUES.get(name)
-    return dict(id=f"{user}/{slug(title)}", title=title, code_file=f"{name}.ipynb", language="python", kernel_type="notebook",
-                is_private=True, enable_gpu=False, enable_tpu=True, enable_internet=True, machine_shape="TpuV5E8",
+    return dict(id=f"{user}/{slug(title)}", title=title, code_file=f"{name}.ipynb", language="python",
+                kernel_type="notebook", is_private=True, enable_gpu=False, enable_tpu=True, enable_internet=True, machine_shape="TpuV5E8",
                 dataset_sources=datasets, competition_sources=[], model_sources=[],
                 kernel_sources=[f"{user}/{slug(title_of(before))}"] if before else [])
 
 
 def dataset_metadata(folder: Path, user: str) -> dict:
-    """What dataset-metadata.json says; the licence is the user's to name. Exits with a sentence for a folder without shards."""
+    """What dataset-metadata.json says; the licence is the user's to name. Exits with a sentence where no shards are."""
     if not (folder / "manifest.json").exists():
         sys.exit(f"error: {folder} holds no manifest.json, so it is no finished shard folder: make it with"
                  " data_prep/prepare.py.")
@@ -60,10 +60,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--user", required=True, help="your name on Kaggle, as in kaggle.com/NAME")
     parser.add_argument("--attach", nargs="*", default=[], metavar="USER/DATASET", help="datasets to attach as inputs")
-    parser.add_argument("--dataset", type=Path, metavar="FOLDER", help="a folder of shards to publish, instead of notebooks")
+    parser.add_argument("--dataset", type=Path, metavar="FOLDER", help="shards to publish, instead of notebooks")
     options = parser.parse_args()
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]+", options.user):
-        sys.exit(f"error: {options.user!r} is no Kaggle user name: small letters, digits and hyphens, as in kaggle.com/NAME.")
+        sys.exit(f"error: {options.user!r} is no Kaggle user name: small letters, digits and hyphens, as in"
+                 " kaggle.com/NAME.")
     for source in options.attach:
         if not re.fullmatch(r"[\w-]+/[\w-]+", source):
             sys.exit(f"error: {source!r} is not of the form user/dataset, as in the address of a dataset's page.")

@@ -69,7 +69,8 @@ ANSWERS = (
            "Another process holds the TPU.",
            "A worker of an interrupted run is still alive, or another notebook of the session uses the chips.",
            "python py/doctor.py names the process. End it, or restart the session."),
-    Answer("device-before-launch", ("Runtime is already initialized. Do not use the XLA device before calling xmp.spawn",
+    Answer("device-before-launch",
+           ("Runtime is already initialized. Do not use the XLA device before calling xmp.spawn",
                                     "the `Accelerator` should only be initialized inside your training function"),
            "A device was already opened in this kernel before the launch, and forked workers cannot share it.",
            "A cell before the launch made an Accelerator, moved something to the device or printed it.",
@@ -292,7 +293,7 @@ ANSWERS = (
 )
 
 
-# ---- an error's text -> its answer ------------------------------------------------------------------------------------
+# ---- an error's text -> its answer ------------------------------------------------------------------------------
 
 def own_words(text: str) -> list[str]:
     """The words of the errors in a traceback, the last error first, then what caused it.
@@ -317,8 +318,9 @@ def diagnose(text: str, launcher: str = "") -> Answer | None:
 
 def box(answer: Answer | None, log: str | Path | None = None, width: int = 100) -> str:
     """An answer as a frame of text lines; for an unknown error only where its text is kept."""
-    parts = [("What happened", answer.happened), ("Most likely cause", answer.cause), ("What to do", answer.do)] if answer \
-        else [("Not known here", "The error above is shown whole, as it came.")]
+    parts = [("Not known here", "The error above is shown whole, as it came.")]
+    if answer:
+        parts = [("What happened", answer.happened), ("Most likely cause", answer.cause), ("What to do", answer.do)]
     parts += [("Full log", str(log))] if log else []
     lines = [""]
     for title, text in parts:
@@ -334,7 +336,7 @@ def explain(text: str) -> None:
     print(box(diagnose(text)))
 
 
-# ---- is this machine ready? -------------------------------------------------------------------------------------------
+# ---- is this machine ready? -------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Check:
@@ -355,8 +357,9 @@ def check_machine(folder: str | Path = ".", environ=os.environ) -> list[Check]:
         device = Check("device", "ok", f"{platform.name}: {platform.why}")
     except UserError as error:      # a TPU's image without its TPU: the rest is looked at as for a TPU
         platform, device = rt.Platform("tpu", 8, "claimed"), Check("device", "BAD", str(error))
-    return [device, check_python(), check_packages(platform), check_libtpu(platform), check_variables(platform, environ),
-            check_holders(platform), check_memory(platform), check_disk(platform, folder), check_time(), check_tokenizer()]
+    return [device, check_python(), check_packages(platform), check_libtpu(platform),
+            check_variables(platform, environ), check_holders(platform), check_memory(platform),
+            check_disk(platform, folder), check_time(), check_tokenizer()]
 
 
 def check_python() -> Check:
@@ -382,8 +385,9 @@ def check_libtpu(platform: rt.Platform) -> Check:
         return Check("libtpu", "BAD", "not installed: choose a TPU session, whose image brings it")
     wanted = LIBTPU_OF.get(".".join((torch_xla or "").split(".")[:2]))
     fits = wanted is None or libtpu.split(".")[:3] == wanted.split(".")
-    return Check("libtpu", "ok" if fits else "note", f"{libtpu}; torch_xla {torch_xla} was built for {wanted or 'an unknown one'}"
-                 + ("" if fits else ": if the launch fails, something upgraded it; restart the session"))
+    finding = f"{libtpu}; torch_xla {torch_xla} was built for {wanted or 'an unknown one'}"
+    return Check("libtpu", "ok", finding) if fits else \
+        Check("libtpu", "note", f"{finding}: if the launch fails, something upgraded it; restart the session")
 
 
 def check_variables(platform: rt.Platform, environ) -> Check:
@@ -429,16 +433,16 @@ def check_disk(platform: rt.Platform, folder: str | Path) -> Check:
     free = shutil.disk_usage(folder).free / 1e9
     if not os.access(folder, os.W_OK):
         return Check("disk", "BAD", f"{Path(folder).resolve()} cannot be written: run from another folder")
-    return Check("disk", "ok" if free >= needed else "BAD", f"{free:.1f} GB free in {Path(folder).resolve()}, a run of the"
-                 f" default preset keeps {needed:g} GB")
+    return Check("disk", "ok" if free >= needed else "BAD", f"{free:.1f} GB free in {Path(folder).resolve()}, a run of"
+                 f" the default preset keeps {needed:g} GB")
 
 
 def check_time(kaggle: Path = Path("/kaggle/working")) -> Check:
     if not kaggle.is_dir():
         return Check("time left", "ok", "no limit known here")
     left = SESSION_MINUTES - rt.seconds_since_session_start() / 60
-    return Check("time left", "ok" if left > 60 else "note", f"about {left:.0f} of {SESSION_MINUTES} minutes; a version that"
-                 " is cut off keeps nothing, the run ends 30 minutes before")
+    return Check("time left", "ok" if left > 60 else "note", f"about {left:.0f} of {SESSION_MINUTES} minutes; a version"
+                 " that is cut off keeps nothing, the run ends 30 minutes before")
 
 
 def check_tokenizer() -> Check:
@@ -465,39 +469,46 @@ def table(checks: list[Check]) -> str:
     return "\n".join([*lines, f"{bad} of {len(checks)} checks must be put right first" if bad else "ready to train"])
 
 
-# ---- the page of answers ----------------------------------------------------------------------------------------------
+# ---- the page of answers ----------------------------------------------------------------------------------------
 
 PAGE_TOP = """# From error to answer
 
-What libraries say, what it means, what to do. A failed worker's answer is shown by itself, under its traceback. For an error from
-elsewhere, save its text and ask: `.venv/bin/python py/doctor.py error.txt`; in a notebook `import doctor;
+What libraries say, what it means, what to do. A failed worker's answer is shown by itself, under its traceback. For an
+error from elsewhere, save its text and ask: `.venv/bin/python py/doctor.py error.txt`; in a notebook `import doctor;
 doctor.explain('''the text''')`. An error that is not in this list is shown whole, and not guessed at.
 
 Before a run: `.venv/bin/python py/doctor.py` looks at versions, variables, devices, memory, disk, time and tokenizer.
 
 *This page is written by `.venv/bin/python py/doctor.py --page`.*
-
-## Symptoms without a message
-
-| what you see | what it is, and what to do |
-|---|---|
-| nothing happens for minutes at the first step | a TPU compiles the training step, 1 to 3 minutes; the line `... is compiled` says so every 20 s |
-| nothing happens later | after 5 minutes the line says where the main rank stands: in a reduction means that another rank is not there. Rehearse with `platform='virtual-tpu'`, which names rank and line |
-| the loss is NaN or inf | the run ends with a sentence, checkpoints untouched: lower `learning_rate`, raise `warmup_steps`, resume |
-| the loss jumps after a resume | the run says so at its first logged step: the data, the weights or the optimizer state are not those that were saved |
-| every step takes seconds | `RECOMPILED` says which input changed its shape; without it, something reads the loss in every step |
-| attention is slow on a TPU | the line `attention: written out instead of the TPU's kernels` says why the kernels were refused |
-| eight processes learn like one | `device:` at the start must say `8 x`; the replicas are compared before step 1 and at every save |
-
-## Messages
 """
+
+# What is seen where no library says anything.
+SYMPTOMS = (
+    ("nothing happens for minutes at the first step",
+     "a TPU compiles the training step, 1 to 3 minutes; the line `... is compiled` says so every 20 s"),
+    ("nothing happens later",
+     "after 5 minutes the line says where the main rank stands: in a reduction means that another rank is not there."
+     " Rehearse with `platform='virtual-tpu'`, which names rank and line"),
+    ("the loss is NaN or inf",
+     "the run ends with a sentence, checkpoints untouched: lower `learning_rate`, raise `warmup_steps`, resume"),
+    ("the loss jumps after a resume",
+     "`THE LOSS JUMPED` at the first logged step: the data, the weights or the optimizer state are not those that were"
+     " saved"),
+    ("every step takes seconds",
+     "`RECOMPILED` says which input changed its shape; without it, something reads the loss in every step"),
+    ("attention is slow on a TPU",
+     "the line `attention: written out instead of the TPU's kernels` says why the kernels were refused"),
+    ("eight processes learn like one",
+     "`device:` at the start must say `8 x`; the replicas are compared before step 1 and at every save"))
 
 
 def page() -> str:
     """All answers as Markdown; docs/errors.md is this text, a test compares them."""
     entries = [f"### {answer.name}\n\n" + "".join(f"    {message.strip()}\n" for message in answer.messages)
                + f"\n{answer.happened}\n**Cause:** {answer.cause}\n**Do:** {answer.do}\n" for answer in ANSWERS]
-    return PAGE_TOP + "\n" + "\n".join(entries)
+    symptoms = "".join(f"| {seen} | {meaning} |\n" for seen, meaning in SYMPTOMS)
+    return (f"{PAGE_TOP}\n## Symptoms without a message\n\n| what you see | what it is, and what to do |\n|---|---|\n"
+            f"{symptoms}\n## Messages\n\n" + "\n".join(entries))
 
 
 def main(arguments: list | None = None) -> None:
@@ -511,7 +522,8 @@ def main(arguments: list | None = None) -> None:
         try:
             text = sys.stdin.read() if options.error == "-" else Path(options.error).read_text(errors="replace")
         except OSError as error:
-            raise UserError(f"{options.error} cannot be read ({error.strerror}): give a file with an error's text.") from None
+            raise UserError(f"{options.error} cannot be read ({error.strerror}): give a file with an error's text.") \
+                from None
         return explain(text)
     checks = check_machine()
     print(table(checks))

@@ -19,8 +19,8 @@ REPORT_NAME = "report.json"
 def summarize(folder: str | Path) -> dict:
     """The figures of a run folder, all sessions together. Raises UserError where there is no log.
 
-    seconds: where the time went, each part as the host saw it: the device still works on earlier steps when an evaluation
-    or a save begins, at most log_every of them. step_seconds: over logged intervals, each counted with its steps.
+    seconds: where the time went, each part as the host saw it: the device still works on earlier steps when an
+    evaluation or a save begins, at most log_every of them. step_seconds: over logged intervals, each counted with its steps.
     """
     records = telemetry.read_log(folder)
     steps = [record for record in records if "loss" in record]
@@ -42,7 +42,8 @@ def summarize(folder: str | Path) -> dict:
                      evaluating=total(records, "eval_seconds"), saving=total(records, "save_seconds")),
         compilations=over_sessions(steps, "compiles"), compile_seconds=over_sessions(steps, "compile_seconds"),
         retraces=over_sessions(steps, "retraces"), retrace_reasons=list(dict.fromkeys(reasons)),
-        transfers_to_device=over_sessions(steps, "to_device"), transfers_from_device=over_sessions(steps, "from_device"),
+        transfers_to_device=over_sessions(steps, "to_device"),
+        transfers_from_device=over_sessions(steps, "from_device"),
         peak_host_gib=largest(steps, "host_gib"), peak_device_gib=largest(steps, "device_gib"))
 
 
@@ -95,7 +96,12 @@ def table(figures: dict) -> str:
     whole = sum(seconds.values()) or 1
     spent = ", ".join(f"{name.replace('_', ' ')} {telemetry.clock_text(value)} ({value / whole:.0%})"
                       for name, value in seconds.items() if value)
-    rows = [("steps", f"{figures['steps']:,}" + (f" in {figures['sessions']} sessions" if figures["sessions"] > 1 else "")),
+    in_sessions = f" in {figures['sessions']} sessions" if figures["sessions"] > 1 else ""
+    memory = [f"{name} {figures[key]:.2f} GiB" for name, key in (("device", "peak_device_gib"),
+                                                               ("host, main process", "peak_host_gib")) if figures[key]]
+    validation = f", validation {figures['val_loss']:.4f}, best {figures['best_val_loss']:.4f}" if figures["val_loss"] \
+        else ""
+    rows = [("steps", f"{figures['steps']:,}{in_sessions}"),
             ("tokens", figures["tokens"] and f"{figures['tokens']:,}"),
             ("speed", figures["tokens_per_s"] and f"{figures['tokens_per_s']:,.0f} tokens/s"
              + (f", MFU {figures['mfu']:.1%}" if figures["mfu"] else "")),
@@ -107,10 +113,7 @@ def table(figures: dict) -> str:
             *(("  why", reason) for reason in figures["retrace_reasons"]),
             ("transfers", figures["transfers_to_device"] and f"{figures['transfers_to_device']:,} to the device,"
              f" {figures['transfers_from_device']:,} back"),
-            ("peak memory", ", ".join(f"{name} {figures[key]:.2f} GiB" for name, key in
-                                      (("device", "peak_device_gib"), ("host, main process", "peak_host_gib")) if figures[key])),
-            ("loss", f"training {figures['loss']:.4f}" + (f", validation {figures['val_loss']:.4f}, best"
-                                                          f" {figures['best_val_loss']:.4f}" if figures["val_loss"] else ""))]
+            ("peak memory", ", ".join(memory)), ("loss", f"training {figures['loss']:.4f}{validation}")]
     return "\n".join(f"  {name:<13} {text}" for name, text in rows if text)
 
 

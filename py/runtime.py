@@ -296,8 +296,8 @@ def launch(worker, args: tuple = (), platform: Platform | None = None, processes
     that this process never starts a thread pool or an autograd engine that a later fork could not use.
     Under `accelerate launch` or torchrun, this already is a worker and simply runs.
 
-    Raises WorkerFailed with the first failing rank's traceback and the doctor's answer; UserError for a launch that cannot
-    work. What every failed rank said is kept in log_folder (None: a temporary folder that stays), if that can be written.
+    Raises WorkerFailed with the first failing rank's traceback and the doctor's answer; UserError for a launch that
+    cannot work. What every failed rank said is kept in log_folder (None: a temporary folder that stays), where possible.
     """
     platform = platform or detect_platform()
     count = resolve_processes(platform, processes)
@@ -417,7 +417,7 @@ class _Guarded:
 
 
 def _explain_failure(error: BaseException, folder: Path, log_folder: str | Path | None) -> UserError:
-    """The first failing rank's own words, or what the launcher says of a worker that vanished, and the doctor's answer."""
+    """The first failing rank's own words, or the launcher's of a worker that vanished, and the doctor's answer."""
     failures = sorted(folder.glob("failure_*.txt"))     # named by time: the first failure caused the others
     if failures and failures[0].stem.endswith("user"):
         _keep_failures(failures, log_folder)
@@ -426,7 +426,7 @@ def _explain_failure(error: BaseException, folder: Path, log_folder: str | Path 
     own = failures[0].read_text() if failures else ""
     kept = _keep_failures(failures, log_folder)
     answer = _answer(own, launcher, kept and kept / failures[0].name)
-    silent = f"no worker told a Python error: it was ended by the system, or never started. The launcher says:\n{error}\n"
+    silent = f"no worker told a Python error: it was ended by the system, or never started. Its launcher:\n{error}\n"
     return WorkerFailed(f"a worker failed:\n{own or silent}{answer}")
 
 
@@ -650,7 +650,7 @@ class Runtime:
         return data[0] if data else 0
 
     def usage(self) -> dict:
-        """Counters of this process since its start, for a log: peak memory in GiB; on XLA compilations and transfers."""
+        """Counters of this process since its start, for a log: peak memory in GiB, compilations, transfers (XLA)."""
         found = dict(host_gib=round(peak_host_gib(), 3), compiles=self.compile_count())
         device = self.peak_memory_gib()
         found |= {} if device is None else dict(device_gib=round(device, 3))

@@ -211,9 +211,9 @@ def jump_after_resume(folder: str | Path, first_step: int, loss: float) -> str |
     before = [record["loss"] for record in read_log(folder) if "loss" in record and record["step"] <= first_step][-20:]
     if len(before) < 5 or loss <= max(before) + max(max(before) - min(before), 0.1):
         return None
-    return (f"THE LOSS JUMPED: {loss:.3f} after the resume, {min(before):.3f} to {max(before):.3f} in the steps before. The"
-            " weights, the optimizer state or the data are not those that were saved: compare the data folder and the code"
-            " with those of the first session.")
+    return (f"THE LOSS JUMPED: {loss:.3f} after the resume, {min(before):.3f} to {max(before):.3f} in the steps before."
+            " The weights, the optimizer state or the data are not those that were saved: compare the data folder and the"
+            " code with those of the first session.")
 
 
 def in_live_notebook() -> bool:
@@ -225,9 +225,9 @@ def in_live_notebook() -> bool:
 class Heartbeat:
     """What a person sees while a run trains: one line that is written over in Jupyter, a plain log elsewhere.
 
-    Use as a context, in the thread that trains. `say(text)` stays; `progress(text)` is replaced by the next; `report(text)`
-    says what goes on now, and is shown when nothing else was for `interval` seconds, so a compilation never looks like a
-    hang. After `hang_after` seconds the line also says where this rank stands.
+    Use as a context, in the thread that trains. `say(text)` stays; `progress(text)` is replaced by the next;
+    `report(text)` says what goes on now, and is shown when nothing else was for `interval` seconds, so a compilation
+    never looks like a hang. After `hang_after` seconds the line also says where this rank stands.
     """
 
     def __init__(self, active: bool, interval: float = 20.0, live: bool | None = None, hang_after: float = 300.0,
@@ -282,11 +282,13 @@ def write_to_stdout(text: str) -> None:
 
 
 def standing_at(thread: int) -> str:
-    """', this rank stands in evaluate (train_gpt.py:254)': the innermost line of a thread that is not a library's."""
+    """'; this rank stands in evaluate (train_gpt.py:254)': the innermost line of a thread that is not a library's."""
     frame, own = sys._current_frames().get(thread), Path(__file__).parent
     while frame and Path(frame.f_code.co_filename).parent != own:
         frame = frame.f_back
-    return f"; this rank stands in {frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
+    if not frame:
+        return ""
+    return f"; this rank stands in {frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 def draw_curve(folder: str | Path, reference: dict | None = None) -> Path | None:

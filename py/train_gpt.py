@@ -259,7 +259,8 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
                 is_best = best is None or val_loss < best
                 best = val_loss if is_best else best
                 per_byte = shards.per_byte(val_loss)        # None for files that do not say how much text they are
-                log.write(step=step, val_loss=val_loss, val_nats_per_byte=per_byte, eval_seconds=time.monotonic() - begun)
+                log.write(step=step, val_loss=val_loss, val_nats_per_byte=per_byte,
+                          eval_seconds=time.monotonic() - begun)
                 heartbeat.say(f"step {step}  validation loss {val_loss:.4f} per token"
                               + (f", {per_byte:.4f} per byte" if per_byte is not None else ""))
             if saves:
@@ -309,7 +310,7 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
                               **runtime.usage(), **guard.summary())
                 if step == first + 1:
                     record["first_step_seconds"] = time.monotonic() - begun
-                    if resumed and runtime.is_main and (jumped := telemetry.jump_after_resume(config.run_folder, first, loss)):
+                    if resumed and (jumped := telemetry.jump_after_resume(config.run_folder, first, loss)):
                         heartbeat.say(jumped)
                 log.write(**record)
                 heartbeat.progress(telemetry.progress_line(record, config.max_steps))

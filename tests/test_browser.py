@@ -1,4 +1,4 @@
-"""The MLP notebook in a real JupyterLab, in a real browser, run to its end: what a person sees, live line and failure too.
+"""The MLP notebook in a real JupyterLab, in a real browser, run to its end: what a person sees, a failure too.
 
 Needs Chromium and its driver (Debian: apt-get install chromium chromium-driver); skipped without, except in CI.
 """
@@ -16,7 +16,7 @@ from conftest import ROOT, clean_environment
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
-# A worker in a process of its own, as in every launch: fifty lines over one another, one that stays, and then a failure.
+# A worker in a process of its own, as in every launch: fifty lines over one another, one that stays; then a failure.
 LIVE = """import time, telemetry
 def work(number):
     with telemetry.Heartbeat(True) as heartbeat:
@@ -48,7 +48,8 @@ def lab(tmp_path):
     folder.mkdir()
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
                "--IdentityProvider.token=", "--LabApp.expose_app_in_browser=True",
-               f"--LabApp.user_settings_dir={tmp_path / 'settings'}", f"--LabApp.workspaces_dir={tmp_path / 'workspaces'}"]
+               f"--LabApp.user_settings_dir={tmp_path / 'settings'}",
+               f"--LabApp.workspaces_dir={tmp_path / 'workspaces'}"]
     with (tmp_path / "lab.log").open("w") as log:
         server = subprocess.Popen(command, cwd=folder, env=clean_environment(PYTHONPATH=""), stdout=log, stderr=log)
     yield folder, f"http://127.0.0.1:{port}/lab/tree"
@@ -118,6 +119,6 @@ def test_the_mlp_notebook_runs_to_its_end_in_jupyterlab(lab, browser):
     live = "".join(drawn[count + 1][1]).splitlines()
     assert [line.strip() for line in live] == ["validation 3.2", f"step 50/50  {'a long line ' * 2}end"]
     failure = "".join(drawn[count + 2][1])
-    assert "IndexError: index out of range in self" in failure and "A token id is larger than the embedding table." in failure
-    assert "What to do" in failure and "notebook_launcher" not in failure
+    assert "IndexError: index out of range in self" in failure and "notebook_launcher" not in failure
+    assert "A token id is larger than the embedding table." in failure and "What to do" in failure
     assert Path(folder / "train_mlp.py").exists()

@@ -79,7 +79,8 @@ def machine(tmp_path_factory, shards):
     shutil.copy(ROOT / "README.md", folder / "book.txt")
     shutil.copytree(shards, folder / "data/stdlib")
     (folder / "error.txt").write_text("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
-    run(folder, ".venv/bin/python py/train_gpt.py --preset tiny --data_folder data/stdlib --run_folder runs/demo --max_steps 4")
+    run(folder, ".venv/bin/python py/train_gpt.py --preset tiny --data_folder data/stdlib --run_folder runs/demo"
+        " --max_steps 4")
     return folder
 
 
@@ -123,8 +124,8 @@ def test_the_presets_page_agrees_with_the_presets_and_the_readmes_figures():
         expected = (train_gpt.count_parameters(config.model(config.vocab_size or 384)),
                     f"{config.n_layer} x {config.n_head} x {config.n_embd}", config.T, config.tokens_per_step,
                     config.micro_batch, config.max_steps)
-        assert (parameters, shape, T, tokens, windows, steps) == tuple(f"{value:,}" if isinstance(value, int) and value > 1024
-                                                                       else str(value) for value in expected)
+        assert (parameters, shape, T, tokens, windows, steps) == tuple(
+            f"{value:,}" if isinstance(value, int) and value > 1024 else str(value) for value in expected)
     estimated = [row for row in rows if len(row) == 6 and row[0].startswith("gpt2")]
     readme = [row for row in table_rows((ROOT / "README.md").read_text()) if len(row) == 5 and row[1].split(" ")[0] in
               ("kernels", "written")]

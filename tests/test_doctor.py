@@ -155,11 +155,13 @@ def a_missing_package():
 @pytest.mark.parametrize("provoke, name", [
     (two_devices, "devices-differ"), (two_precisions, "dtypes-differ"), (a_large_token, "token-too-large"),
     (nan_in_backward, "nan-in-backward"), (unscale_twice, "unscale-twice"), (too_much_memory, "host-memory"),
-    (a_full_disk, "disk-full"), (a_full_disk_under_torch, "disk-full"), (a_numpy_number_in_a_checkpoint, "weights-only"),
+    (a_full_disk, "disk-full"), (a_full_disk_under_torch, "disk-full"),
+    (a_numpy_number_in_a_checkpoint, "weights-only"),
     (names_of_a_wrapped_model, "names-differ"), (tied_tensors, "shared-tensors"),
     (a_split_shorter_than_a_window, "split-too-short"), (a_split_shorter_than_a_window_in_numpy, "split-too-short"),
     (a_separator_in_the_text, "special-token"), (a_tokenizer_without_network, "tokenizer-download"),
-    (a_busy_port, "address-in-use"), (a_rank_that_does_not_come, "collective-timeout"), (a_removed_variable, "tpu-task-id"),
+    (a_busy_port, "address-in-use"), (a_rank_that_does_not_come, "collective-timeout"),
+    (a_removed_variable, "tpu-task-id"),
     (a_broken_pool, "pool-broken"), (an_old_symbol, "symbols"), (a_missing_package, "missing-package")])
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
 def test_an_error_that_can_be_raised_here_is_answered(provoke, name, tmp_path, monkeypatch):
@@ -169,7 +171,7 @@ def test_an_error_that_can_be_raised_here_is_answered(provoke, name, tmp_path, m
     assert named(text_of(provoke)) == name
 
 
-# ---- raised by torch_xla, Accelerate and the launchers, in processes of their own ---------------------------------------
+# ---- raised by torch_xla, Accelerate and the launchers, in processes of their own -----------------------------------
 
 TELL = """
 import json, traceback
@@ -209,7 +211,8 @@ tell("xla-checkpointing", lambda: torchs.checkpoint(layer, x, use_reentrant=Fals
 accelerator = Accelerator()
 tell("device-before-launch", lambda: notebook_launcher(print, num_processes=2))
 tell("state-already-set", lambda: Accelerator(mixed_precision="bf16"))
-loader = accelerator.prepare(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=2))
+from torch.utils.data import DataLoader, TensorDataset
+loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
 tell("save-state", lambda: accelerator.save_state("state"))
 tell("alias", without_the_import)
 """
@@ -279,7 +282,7 @@ def test_an_error_of_torch_xla_accelerate_or_the_tpu_compiler_is_answered(tmp_pa
     assert [(name, named(text)) for name, text in told] == [(name, name) for name, text in told], output
 
 
-# ---- errors that need an accelerator or another package: their words, in the library's own file ------------------------------
+# ---- errors that need an accelerator or another package: their words, in the library's own file ---------------------
 
 def file_of(package: str, end: str) -> Path:
     return next(Path(importlib.metadata.distribution(package).locate_file(file))
@@ -287,7 +290,8 @@ def file_of(package: str, end: str) -> Path:
 
 
 @pytest.mark.parametrize("name, package, file", [
-    ("tpu-addresses", "libtpu", "libtpu.so"), ("tpu-busy", "libtpu", "libtpu.so"), ("kernels-refused", "libtpu", "libtpu.so"),
+    ("tpu-addresses", "libtpu", "libtpu.so"), ("tpu-busy", "libtpu", "libtpu.so"),
+    ("kernels-refused", "libtpu", "libtpu.so"),
     ("gpu-memory", "torch", "lib/libc10_cuda.so"), ("cuda-before-fork", "torch", "torch/cuda/__init__.py"),
     ("cuda-before-fork", "accelerate", "accelerate/launchers.py"), ("dataset-script", "datasets", "datasets/load.py")])
 def test_words_that_cannot_be_provoked_here_are_those_in_the_librarys_own_file(name, package, file):
@@ -298,8 +302,8 @@ def test_words_that_cannot_be_provoked_here_are_those_in_the_librarys_own_file(n
         assert any(content.find(piece) >= 0 for piece in pieces), pieces
 
 
-# Recorded words of libraries and systems that are not on this machine: a newer libtpu with torch_xla 2.8 (Kaggle's own image
-# notes), CUDA's error string, Linux on a read-only mount. Not raised here.
+# Recorded words of libraries and systems that are not on this machine: a newer libtpu with torch_xla 2.8 (Kaggle's own
+# image notes), CUDA's error string, Linux on a read-only mount. Not raised here.
 @pytest.mark.parametrize("words, name", [
     ("RuntimeError: Unexpected PJRT_Plugin_Attributes_Args size: expected 32, got 24.", "libtpu-mismatch"),
     ("RuntimeError: CUDA error: no kernel image is available for execution on the device", "kernel-image"),
@@ -314,7 +318,7 @@ def test_every_answer_is_provoked_or_looked_up_in_this_file():
     assert not missing and len({answer.name for answer in doctor.ANSWERS}) == len(doctor.ANSWERS)
 
 
-# ---- from a worker to the box -----------------------------------------------------------------------------------------
+# ---- from a worker to the box ---------------------------------------------------------------------------------------
 
 def drift():
     runtime = rt.Runtime("fp32", 2)
@@ -346,7 +350,8 @@ def end_by(number: int, rank: int, then=lambda: time.sleep(60)):
     (one_rank_alone, (), 2, "collective-timeout", "Timed out waiting"),
     (end_by, (signal.SIGKILL, 0), 1, "killed", "exit code -9"), (end_by, (signal.SIGKILL, 1), 2, "killed", ""),
     (end_by, (signal.SIGSEGV, 0), 1, "crash-in-fork", "exit code -11"),
-    (end_by, (signal.SIGABRT, 0), 1, "aborted", "exit code -6"), (end_by, (signal.SIGBUS, 0), 1, "bus-error", "exit code -7")])
+    (end_by, (signal.SIGABRT, 0), 1, "aborted", "exit code -6"),
+    (end_by, (signal.SIGBUS, 0), 1, "bus-error", "exit code -7")])
 def test_a_workers_failure_ends_in_one_box(tmp_path, worker, args, processes, name, says):
     with pytest.raises(rt.WorkerFailed) as caught:
         rt.launch(worker, args, CPU, processes, tmp_path / "failures")
@@ -380,7 +385,7 @@ def test_a_rank_that_lost_its_peer_is_not_taken_for_the_cause(tmp_path):
     assert doctor.diagnose(own, "Signal 9 (SIGKILL) received by PID 12").name == "token-too-large"
 
 
-# ---- what is not known ------------------------------------------------------------------------------------------------
+# ---- what is not known ----------------------------------------------------------------------------------------------
 
 def something_new():
     # This line quotes a known error and must not be taken for it: CUDA out of memory
@@ -410,7 +415,7 @@ def test_an_error_that_was_handled_on_the_way_is_not_the_cause_but_a_named_cause
     assert named(text_of(handled)) is None and named(text_of(wrapped)) == "disk-full"
 
 
-# ---- the command line and the page ------------------------------------------------------------------------------------------
+# ---- the command line and the page ----------------------------------------------------------------------------------
 
 def run_doctor(folder, *arguments, environment=None, given=""):
     return subprocess.run([sys.executable, ROOT / "py/doctor.py", *arguments], cwd=folder, text=True, input=given,
@@ -430,8 +435,11 @@ def test_the_machine_is_looked_at_without_touching_it(tmp_path):
     assert done.returncode == 0 and "ready to train" in done.stdout, done.stdout
     verdicts = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ") and line[2] != " "]
     assert len(verdicts) == 10 and set(verdicts) <= {"ok", "note"}
-    loaded = run_script("import sys, doctor; doctor.check_machine(); print([m for m in ('torch', 'torch_xla', 'jax', 'accelerate')"
-                        " if m in sys.modules])", tmp_path)
+    loaded = run_script("""
+        import sys, doctor
+        doctor.check_machine()
+        print([name for name in ("torch", "torch_xla", "jax", "accelerate") if name in sys.modules])
+        """, tmp_path)
     assert loaded.stdout.splitlines()[-1] == "[]"
 
 

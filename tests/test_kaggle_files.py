@@ -1,4 +1,4 @@
-"""The files for Kaggle's command line tool, judged by that tool's own code; only the last call, over the network, is kept."""
+"""The files for Kaggle's command line tool, judged by its own code; only the calls over the network are replaced."""
 import json
 import os
 import shutil
@@ -89,7 +89,8 @@ def test_kaggles_tool_accepts_a_folder_of_shards(project, shards):
     folder = project / "data/stdlib"
     shutil.copytree(shards, folder)
     made = make(project, "--user", "ada", "--dataset", "data/stdlib")
-    assert made.returncode == 0 and json.loads((folder / "dataset-metadata.json").read_text())["id"] == "ada/token-shards-stdlib"
+    assert made.returncode == 0, made.stderr
+    assert json.loads((folder / "dataset-metadata.json").read_text())["id"] == "ada/token-shards-stdlib"
     output = run_script(CREATE.format(folder=str(folder)), project, KAGGLE_USERNAME="ada", KAGGLE_KEY="none").stdout
     assert "ACCEPTED" in output
     import token_data
@@ -97,7 +98,8 @@ def test_kaggles_tool_accepts_a_folder_of_shards(project, shards):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--user", "Ada Lovelace"], "is no Kaggle user name"), (["--user", "ada", "--attach", "shards"], "is not of the form user/dataset"),
+    (["--user", "Ada Lovelace"], "is no Kaggle user name"),
+    (["--user", "ada", "--attach", "shards"], "is not of the form user/dataset"),
     (["--user", "ada", "--dataset", "py"], "holds no manifest.json")])
 def test_a_mistake_is_one_sentence(project, arguments, words):
     done = make(project, *arguments)

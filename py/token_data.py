@@ -11,6 +11,7 @@ T+1 tokens: T inputs, and the same shifted by one as targets. Windows start ever
 The order of training is a pure function of (seed, position), so a run's place in the data is one integer, the number of
 windows seen. It is the same for any number of processes, and nothing has to be saved or replayed to resume.
 """
+import functools
 import hashlib
 import json
 import mmap
@@ -285,8 +286,25 @@ def train_batch(split: TokenSplit, seed: int, step: int, global_batch: int, rows
     rows = np.arange(global_batch)[rows] if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64).reshape(-1)
     if rows.size and not (0 <= rows.min() and rows.max() < global_batch):
         raise IndexError(f"rows {rows.min()}..{rows.max()} of a global batch of {global_batch}")
-    positions = (rows + step * global_batch).astype(np.uint64)
-    return split.windows_at(_windows_at_positions(seed, positions, split.windows))
+    return split.windows_at(_window_numbers(seed, rows + step * global_batch, split.windows))
+
+
+ORDER_BLOCK = 1024      # positions whose windows are computed at once: for a few at a time numpy's calls would cost more
+
+
+def _window_numbers(seed: int, positions: np.ndarray, windows: int) -> np.ndarray:
+    """As _windows_at_positions, from blocks that are kept."""
+    numbers, places = np.divmod(positions, ORDER_BLOCK)
+    found = np.empty(len(positions), dtype=np.int64)
+    for number in dict.fromkeys(numbers.tolist()):
+        chosen = numbers == number
+        found[chosen] = _order_block(seed, number, windows)[places[chosen]]
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _order_block(seed: int, number: int, windows: int) -> np.ndarray:
+    return window_order(seed, number * ORDER_BLOCK, ORDER_BLOCK, windows)
 
 
 def eval_windows(split: TokenSplit, count: int) -> np.ndarray:

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +26,8 @@ from text_documents import Damage, read_documents
 from text_encodings import get_encoding
 from text_sources import find_texts
 from token_data import open_shards, read_manifest, verify_hashes
-from test_data_prep import assert_one_sentence, contents, lorem, no_network, tokens_of  # noqa: F401
+from test_data_prep import (VOCABULARY, assert_one_sentence, bare_machine, contents, lorem, no_network,  # noqa: F401
+                            own_r50k, tokens_of)
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [lorem(number, 300 + 50 * number) for number in range(60)]
@@ -397,3 +399,37 @@ def test_disk_that_fills_up_keeps_what_is_done(corpus, tmp_path):
     assert prepare([corpus], tmp_path / "out", encoding="bytes", val_fraction=0.2)
     prepare([corpus], tmp_path / "whole", encoding="bytes", val_fraction=0.2)
     assert read_manifest(tmp_path / "out") == read_manifest(tmp_path / "whole")
+
+
+# ---- tiktoken's other encodings --------------------------------------------------------------------------------------
+
+def test_another_encoding_from_a_file_of_any_name(bare_machine, own_r50k, tmp_path):
+    shutil.copy(VOCABULARY, bare_machine.inputs / "somebodys.tiktoken")
+    before, environment = contents(bare_machine.cache.parent), dict(os.environ)
+    encoding = get_encoding("r50k_base")
+    text = TEXTS[0] + "<|endoftext|>"
+    assert encoding.name == "r50k_base" and encoding.encode_ordinary(text) == own_r50k.encode_ordinary(text)
+    assert contents(bare_machine.cache.parent) == before and dict(os.environ) == environment
+
+
+@pytest.mark.parametrize("name, file", [("cl100k_base", "cl100k_base"), ("o200k_harmony", "o200k_base"),
+                                        ("p50k_edit", "p50k_base")])
+def test_vocabulary_that_is_missing_is_named_with_its_places(bare_machine, name, file):
+    (bare_machine.cache / f"{file}.tiktoken").write_bytes(b"other content")
+    with pytest.raises(UserError) as error:
+        get_encoding(name)
+    assert_one_sentence(error.value, f"put {file}.tiktoken", "TIKTOKEN_CACHE_DIR", str(bare_machine.here), "Kaggle input")
+    assert (bare_machine.cache / f"{file}.tiktoken").read_bytes() == b"other content"
+
+
+def test_hashes_and_names_are_those_that_tiktoken_expects():
+    """Every vocabulary that this tiktoken knows is known here too: a new one is a line to add."""
+    import inspect
+    import tiktoken
+    from tiktoken_ext import openai_public
+    source = inspect.getsource(openai_public)
+    assert set(tiktoken.list_encoding_names()) == {"gpt2", *vocabulary_files.VOCABULARY_FILES,
+                                                   *vocabulary_files.SHARED_FILES}
+    for file, sha256 in vocabulary_files.VOCABULARY_FILES.items():
+        assert f'/{file}.tiktoken",\n        expected_hash="{sha256}"' in source
+    assert vocabulary_files.cache_name("cl100k_base") == "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"

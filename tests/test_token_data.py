@@ -341,6 +341,15 @@ def test_a_batch_may_run_over_the_end_of_an_epoch(train):
         assert sorted(epoch) == list(range(24))
 
 
+@pytest.mark.parametrize("first", [0, 1020, 10 ** 15 + 3])
+def test_rows_are_those_of_the_order_wherever_they_lie(train, first):
+    """The order is computed in blocks of 1024 positions: rows within one, over its end, far away, in any order."""
+    step, rows = first // 7, np.array([6, 0, 3, 5])
+    seen = np.concatenate([train_batch(train, 5, step + more, 7, rows)[0][:, 0] // 4 for more in range(300)])
+    order = window_order(5, step * 7, 300 * 7, 24).reshape(300, 7)
+    assert seen.tolist() == order[:, rows].ravel().tolist()
+
+
 @pytest.mark.parametrize("rows", [[8], [-1], [0, 99]])
 def test_row_outside_the_batch(train, rows):
     with pytest.raises(IndexError):

@@ -175,6 +175,20 @@ def meets_in_every_way():
     print(f"rank {rank} of {size} met the others", flush=True)
 
 
+def meets_often():
+    """Two programs a step, one with a collective and with donated buffers, 300 times."""
+    import torch
+    runtime, *_ = start()
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)]).to(runtime.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    for _ in range(300):
+        model(torch.rand(16, 64).to(runtime.device)).square().mean().backward()
+        runtime.sync()
+        runtime.optimizer_step(optimizer, 1.0)
+        runtime.sync()
+    print(f"rank {runtime.rank} met the others 600 times", flush=True)
+
+
 def leaves_cycles():
     """Garbage that only Python's collector finds, and a collector that may run at any moment."""
     import threading

@@ -156,7 +156,7 @@ shards = prepare.find_or_prepare(DATA, ENCODING, small_model=platform.name not i
 # %% [markdown]
 # ## Launch
 #
-# On a TPU the first step compiles, one to three minutes; then a line every ten steps.
+# On a TPU the first step compiles, one to three minutes; then one line follows the training, every ten steps anew.
 
 # %%
 train_gpt = runtime.load_fresh("train_gpt")     # the file as it is now, not as the kernel remembers it

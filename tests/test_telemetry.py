@@ -3,6 +3,7 @@ import re
 import time
 
 import pytest
+from conftest import ROOT
 
 import telemetry as tel
 
@@ -130,3 +131,21 @@ def test_a_jump_of_the_loss_after_a_resume_is_told_and_an_ordinary_loss_is_not(t
     assert tel.jump_after_resume(tmp_path, 30, 2.75) is None
     assert "THE LOSS JUMPED: 5.200 after the resume, 2.700 to 2.890" in tel.jump_after_resume(tmp_path, 30, 5.2)
     assert tel.jump_after_resume(tmp_path, 3, 5.2) is None, "three losses say nothing of the spread"
+
+
+@pytest.mark.parametrize("run_type, live", [("Interactive", True), ("Batch", False)])
+def test_a_real_kernel_is_live_but_not_in_kaggles_batch_run(tmp_path, monkeypatch, run_type, live):
+    """Kaggle executes a saved version as Batch: nobody watches, and its log keeps every line."""
+    import nbclient
+    import nbformat
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", run_type)
+    code = f"""import sys
+sys.path.insert(0, {str(ROOT / "py")!r})
+import telemetry
+with telemetry.Heartbeat(True) as heartbeat:
+    heartbeat.progress("step 1")
+    heartbeat.progress("step 2")"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(notebook, timeout=60, resources={"metadata": {"path": tmp_path}}).execute()
+    written = "".join(output["text"] for output in notebook.cells[0].outputs)
+    assert written == ("\rstep 1\rstep 2\n" if live else "step 1\nstep 2\n")

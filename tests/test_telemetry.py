@@ -1,10 +1,12 @@
 """The log survives a kill, the figures are right, the curve is a picture, and silence is broken."""
 import re
+import shutil
 import time
 
 import pytest
 from conftest import ROOT
 
+import runtime as rt
 import telemetry as tel
 
 
@@ -149,3 +151,24 @@ with telemetry.Heartbeat(True) as heartbeat:
     nbclient.NotebookClient(notebook, timeout=60, resources={"metadata": {"path": tmp_path}}).execute()
     written = "".join(output["text"] for output in notebook.cells[0].outputs)
     assert written == ("\rstep 1\rstep 2\n" if live else "step 1\nstep 2\n")
+
+
+def test_a_resume_from_other_weights_is_told_at_its_first_step(tmp_path, shards, capfd):
+    """A checkpoint whose weights were replaced by fresh ones, complete and with right hashes."""
+    import checkpoint as ckpt
+    import resume_gpt
+    import train_gpt
+    platform = rt.Platform("cpu", 1, "test")
+    settings = dict(data_folder=str(shards), run_folder=str(tmp_path / "run"), learning_rate=1e-2, max_steps=42,
+                    eval_every=100, save_every=100, sample_tokens=0)
+    run = train_gpt.launch(train_gpt.make_config("tiny", stop_at=40, **settings), platform)
+    assert "THE LOSS JUMPED" not in capfd.readouterr().out
+    saved = ckpt.find_newest(run)
+    fresh = train_gpt.GPT(train_gpt.make_config("tiny").model(saved.state()["vocab_size"]))
+    for name, tensor in fresh.state_dict().items():     # far from zero, so that the loss is far from the trained one
+        tensor.mul_(3)
+    state, optimizer = saved.state(), saved.optimizer()
+    shutil.rmtree(saved.path)
+    ckpt.save(run, ckpt.step_folder(40), 40, ckpt.model_tensors(fresh), optimizer, state)
+    resume_gpt.resume(run, platform)
+    assert re.search(r"THE LOSS JUMPED: \d+\.\d+ after the resume", capfd.readouterr().out)

@@ -34,11 +34,12 @@ from token_data import open_shards, train_batch  # noqa: E402
 T, ROWS, BATCHES = 1024, 8, 4000
 
 
-def seconds(work) -> float:
-    start = time.perf_counter()
+def seconds(work) -> tuple[float, float]:
+    """Of the clock, and of all cores together."""
+    start, start_cpu = time.perf_counter(), time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
         work()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - start_cpu
 
 
 def standard_library(size: int) -> list[str]:
@@ -75,20 +76,22 @@ def compare(folder: Path, pairs: int, size: int, encoding_name: str) -> None:
     megabytes = sum(path.stat().st_size for path in (folder / "text").iterdir()) / 1e6
     documents = [document.text for file in find_texts([folder / "text"])[0] for document in read_documents(file, 0.1)]
     print(f"preparation of {megabytes:.0f} MB, {len(documents):,} documents, {encoding_name}, {threads} threads\n"
-          f"| pair | prepare MB/s | tiktoken MB/s | ratio |\n|---|---|---|---|")
+          f"| pair | prepare MB/s | tiktoken MB/s | ratio | ratio of CPU time |\n|---|---|---|---|---|")
     ratios = []
     for pair in range(pairs):
-        ours = seconds(lambda: prepare_module.prepare([folder / "text"], folder / f"out{pair}", encoding_name))
-        theirs = seconds(lambda: encode_all(encoding, documents, threads))
-        ratios.append(theirs / ours)
-        print(f"| {pair + 1} | {megabytes / ours:.2f} | {megabytes / theirs:.2f} | {ratios[-1]:.2f} |", flush=True)
-    print(f"median ratio {sorted(ratios)[len(ratios) // 2]:.2f}\n")
+        ours, cpu = seconds(lambda: prepare_module.prepare([folder / "text"], folder / f"out{pair}", encoding_name))
+        theirs, their_cpu = seconds(lambda: encode_all(encoding, documents, threads))
+        ratios.append((theirs / ours, their_cpu / cpu))
+        print(f"| {pair + 1} | {megabytes / ours:.2f} | {megabytes / theirs:.2f} | {theirs / ours:.2f} | "
+              f"{their_cpu / cpu:.2f} |", flush=True)
+    median = [sorted(values)[len(values) // 2] for values in zip(*ratios)]
+    print(f"median ratio {median[0]:.2f}, of CPU time {median[1]:.2f} (another process on the machine disturbs it less)\n")
 
 
 def time_loader(folder: Path) -> None:
     train = open_shards(folder, T).train
     train_batch(train, 0, 0, ROWS, slice(None))
-    elapsed = seconds(lambda: [train_batch(train, 0, step, ROWS, slice(None)) for step in range(BATCHES)])
+    elapsed, _ = seconds(lambda: [train_batch(train, 0, step, ROWS, slice(None)) for step in range(BATCHES)])
     print(f"loader, one process: {BATCHES * ROWS * T / elapsed / 1e6:.0f} million tokens/s ({BATCHES:,} batches of"
           f" {ROWS} windows of {T} tokens from {train.tokens:,}, in the page cache)\n")
 
@@ -97,7 +100,7 @@ def measure_memory(folder: Path, gigabytes: float, encoding_name: str) -> None:
     write_corpus(folder / "large", standard_library(sys.maxsize), int(gigabytes * 1e9))
     command = [sys.executable, prepare_module.__file__, str(folder / "large"), "--out", str(folder / "large-out"),
                "--encoding", encoding_name]
-    elapsed = seconds(lambda: subprocess.run(command, check=True, stdout=sys.__stderr__))
+    elapsed, _ = seconds(lambda: subprocess.run(command, check=True, stdout=sys.__stderr__))
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
     print(f"preparation of {gigabytes:g} GB: {elapsed:.0f} s, {gigabytes * 1e3 / elapsed:.1f} MB/s, at most"
           f" {peak:.0f} MB resident\n")

@@ -20,7 +20,8 @@ from typing import Iterator
 import vocabulary_files
 from runtime import UserError
 from text_documents import LONG_FILE
-from text_records import HUB, KINDS, TextFile, columns_of, compression_errors, kind_of, needed, open_bytes, plain_name
+from text_records import (HUB, KINDS, TextFile, columns_of, compression_errors, has_bad_bytes, kind_of, needed,
+                          open_bytes, plain_name)
 
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".go",
             ".rs", ".sh", ".sql", *KINDS)
@@ -217,7 +218,7 @@ def _read_as_text(path: Path, content, limit: int | None, say) -> int:
                 raise _NotText("holds zero bytes, so it is no plain text")
             text = decoder.decode(block, final=not block)
             characters += len(text)
-            bad += 0 if text.isascii() else len(BAD_BYTE.findall(text))
+            bad += len(BAD_BYTE.findall(text)) if has_bad_bytes(text) else 0
             content.update(block)
             done += len(block)
             say(tell())

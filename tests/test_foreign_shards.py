@@ -131,6 +131,7 @@ def zeros(where):
     return ids
 
 
+WEIGHTS = np.random.default_rng(0).normal(0, 0.02, 200_000)
 NOISE = np.random.default_rng(0).integers(0, 65536, 100_000)
 WRONG = {
     "odd length": (lambda f: (f / "train.bin").write_bytes(b"\1" * 1001), "1,001 bytes, no whole number of uint16"),
@@ -138,6 +139,10 @@ WRONG = {
              "is text, not tokens (it holds"),
     "noise": (lambda f: raw(f / "train.bin", NOISE), "looks like noise"),
     "noise in npy": (lambda f: npy(f / "train.npy", NOISE), "looks like noise"),
+    "fp16 weights": (lambda f: (f / "train.bin").write_bytes(WEIGHTS.astype("<f2").tobytes()), "looks like noise"),
+    "fp32 weights": (lambda f: (f / "train.bin").write_bytes(WEIGHTS.astype("<f4").tobytes()), "looks like noise"),
+    "pixels": (lambda f: (f / "train.bin").write_bytes((WEIGHTS * 2000 + 120).astype(np.uint8).tobytes()), "like noise"),
+    "int64": (lambda f: raw(f / "train.bin", text_like(0, 5000), "<i8"), "looks like int64"),
     "hole": (lambda f: raw(f / "train.bin", zeros(30_000)), "nothing but zeros for 4,096 tokens from token"),
     "unfilled end": (lambda f: raw(f / "train.bin", zeros(51_000)), "(of 60,000)"),
     "hole in llm.c": (lambda f: llm_c(f / "a_train.bin", zeros(0)), "from token 0 on"),

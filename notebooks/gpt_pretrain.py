@@ -31,8 +31,10 @@
 # The only cell you may want to touch. `SETTINGS` takes every field of `TrainConfig` (see the training script below).
 
 # %%
-DATA = "auto"               # a folder of token shards, or text files and folders, or "stdlib";
+DATA = "auto"               # a folder of token shards (also nanoGPT's, llm.c's, build-nanogpt's), or a file or folder of text,
+                            # .jsonl, .csv, .parquet, or the name of a Kaggle input, or "stdlib";
                             # auto: shards among the Kaggle inputs, else the standard library
+COLUMN = "text"             # of a table that holds the text
 ENCODING = "auto"           # for text: gpt2, bytes, or auto (bytes on a CPU or where GPT-2's vocabulary is not at hand)
 SETTINGS = dict(
     preset="auto",          # gpt2-124m on TPU and GPU, demo on a CPU; gpt2-124m-tpu has 6 heads of 128
@@ -151,7 +153,7 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 
 # %%
 prepare = runtime.load_fresh("prepare")
-shards = prepare.find_or_prepare(DATA, ENCODING, small_model=platform.name not in ("tpu", "gpu"))
+shards = prepare.find_or_prepare(DATA, ENCODING, small_model=platform.name not in ("tpu", "gpu"), column=COLUMN)
 
 # %% [markdown]
 # ## Launch

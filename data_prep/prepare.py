@@ -83,9 +83,15 @@ def _check_settings(sources: list, val_fraction: float, max_bytes: int | None, s
 
 
 def _disk_needed(files: list[TextFile], max_bytes: int | None, max_tokens: int | None, encoder) -> float:
-    """Bytes of shards, from above for text: GPT-2 makes less than a token of two bytes. Tables may grow or shrink."""
-    total = min(sum(file.text_bytes or file.bytes for file in files), max_bytes or sys.maxsize)
+    """Bytes of shards, from above for text: GPT-2 makes less than a token of two bytes. Tables may grow or shrink.
+
+    How large a dataset on the hub is nobody knows before: the limits count alone.
+    """
+    known = sum(file.text_bytes or file.bytes for file in files) if all(file.bytes for file in files) else sys.maxsize
+    total = min(known, max_bytes or sys.maxsize)
     tokens = min(total if encoder.name == "bytes" else total / 2, max_tokens or sys.maxsize)
+    if tokens >= sys.maxsize / 2:
+        return 1_000_000
     return 1.02 * tokens * np.dtype(dtype_for(encoder.n_vocab)).itemsize + 1_000_000
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +176,17 @@ def test_dataset_is_streamed_up_to_a_budget(tmp_path, offline_datasets, monkeypa
     with pytest.raises(UserError) as error:
         prepare("hf:no/such-dataset", tmp_path / "none", encoding="bytes")
     assert_one_sentence(error.value, "hf:no/such-dataset", "internet")
+
+
+def test_disk_is_checked_for_the_budget_of_a_stream(tmp_path, offline_datasets, monkeypatch):
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "train.jsonl").write_bytes(as_jsonl(TEXTS))
+    source = f"hf:{tmp_path / 'local'}"
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: types.SimpleNamespace(free=5_000_000))
+    with pytest.raises(UserError) as error:
+        prepare(source, tmp_path / "out", encoding="bytes", max_tokens=10 ** 9)
+    assert_one_sentence(error.value, "need about 2,041 MB", "5 MB free")
+    assert prepare(source, tmp_path / "out", encoding="bytes", val_fraction=0.3)["splits"]["val"]["documents"]
 
 
 def test_budget_does_not_depend_on_the_batches(tmp_path, monkeypatch):

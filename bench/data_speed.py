@@ -85,7 +85,7 @@ def compare(folder: Path, pairs: int, size: int, encoding_name: str) -> None:
         print(f"| {pair + 1} | {megabytes / ours:.2f} | {megabytes / theirs:.2f} | {theirs / ours:.2f} | "
               f"{their_cpu / cpu:.2f} |", flush=True)
     median = [sorted(values)[len(values) // 2] for values in zip(*ratios)]
-    print(f"median ratio {median[0]:.2f}, of CPU time {median[1]:.2f} (another process on the machine disturbs it less)\n")
+    print(f"median ratio {median[0]:.2f}, of CPU time {median[1]:.2f} (which other processes disturb less)\n")
 
 
 def time_loader(folder: Path) -> None:

@@ -142,7 +142,10 @@ def _listed(sources) -> str:
 
 
 def find_input(source) -> Path:
-    """A path as it is, or the Kaggle input of that name: inputs lie at different depths, and have moved before."""
+    """A path as it is, or the Kaggle input of that name: inputs lie at different depths, and have moved before.
+
+    Says which it found. Raises UserError when several have the name.
+    """
     path = Path(source)
     if os.path.lexists(path) or str(source).startswith((".", "~")):
         return path
@@ -151,6 +154,12 @@ def find_input(source) -> Path:
         return path
     found = [folder / wanted for folder in vocabulary_files.folders_below(vocabulary_files.INPUTS)
              if os.path.exists(folder / wanted)]
+    others = [other for other in found[1:] if found[0] not in other.parents]
+    if others:
+        raise UserError(f"Several Kaggle inputs are called {wanted}: {found[0]}, {', '.join(map(str, others[:3]))}; "
+                        "name one of them with its whole path.")
+    if found:
+        print(f"{source}: found as {found[0]}")
     return found[0] if found else path
 
 

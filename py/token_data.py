@@ -289,7 +289,7 @@ def train_batch(split: TokenSplit, seed: int, step: int, global_batch: int, rows
     return split.windows_at(_window_numbers(seed, rows + step * global_batch, split.windows))
 
 
-ORDER_BLOCK = 1024      # positions whose windows are computed at once: for a few at a time numpy's calls would cost more
+ORDER_BLOCK = 1024      # positions whose windows are computed at once: a few at a time cost as much in numpy's calls
 
 
 def _window_numbers(seed: int, positions: np.ndarray, windows: int) -> np.ndarray:

@@ -212,6 +212,12 @@ def test_kaggle_inputs_are_found_by_name_wherever_they_are(tmp_path, monkeypatch
     assert open_shards(folder, T=16).train.tokens > 10_000
     with pytest.raises(UserError, match="no file or folder"):
         find_texts(["/kaggle/input/other"])
+    (place / "my-books").mkdir()            # inside the first: no other one
+    assert len(documents_of(["my-books"])) == len(TEXTS)
+    (inputs / "my-books").mkdir()
+    with pytest.raises(UserError) as error:
+        find_texts(["my-books"])
+    assert_one_sentence(error.value, str(place), str(inputs / "my-books"))
 
 
 # ---- damaged documents -----------------------------------------------------------------------------------------------
@@ -430,7 +436,7 @@ def test_vocabulary_that_is_missing_is_named_with_its_places(bare_machine, name,
     (bare_machine.cache / f"{file}.tiktoken").write_bytes(b"other content")
     with pytest.raises(UserError) as error:
         get_encoding(name)
-    assert_one_sentence(error.value, f"put {file}.tiktoken", "TIKTOKEN_CACHE_DIR", str(bare_machine.here), "Kaggle input")
+    assert_one_sentence(error.value, f"put {file}.tiktoken", "TIKTOKEN_CACHE_DIR", str(bare_machine.here), "Kaggle")
     assert (bare_machine.cache / f"{file}.tiktoken").read_bytes() == b"other content"
 
 

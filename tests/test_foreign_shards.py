@@ -141,7 +141,7 @@ WRONG = {
     "noise in npy": (lambda f: npy(f / "train.npy", NOISE), "looks like noise"),
     "fp16 weights": (lambda f: (f / "train.bin").write_bytes(WEIGHTS.astype("<f2").tobytes()), "looks like noise"),
     "fp32 weights": (lambda f: (f / "train.bin").write_bytes(WEIGHTS.astype("<f4").tobytes()), "looks like noise"),
-    "pixels": (lambda f: (f / "train.bin").write_bytes((WEIGHTS * 2000 + 120).astype(np.uint8).tobytes()), "like noise"),
+    "pixels": (lambda f: (f / "train.bin").write_bytes((WEIGHTS * 2000 + 120).astype(np.uint8).tobytes()), "noise"),
     "int64": (lambda f: raw(f / "train.bin", text_like(0, 5000), "<i8"), "looks like int64"),
     "hole": (lambda f: raw(f / "train.bin", zeros(30_000)), "nothing but zeros for 4,096 tokens from token"),
     "unfilled end": (lambda f: raw(f / "train.bin", zeros(51_000)), "(of 60,000)"),

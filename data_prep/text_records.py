@@ -76,10 +76,33 @@ def open_bytes(path):
             yield io.BufferedReader(gzip.GzipFile(fileobj=raw)), raw.tell
         elif name.endswith(".zst"):
             zstandard = needed("zstandard", f"{path}, compressed by Zstandard,")
-            reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            yield io.BufferedReader(reader), raw.tell
+            yield io.BufferedReader(_ZstdStream(raw, zstandard.ZstdDecompressor()), 2 ** 17), raw.tell
         else:
             yield raw, raw.tell
+
+
+class _ZstdStream(io.RawIOBase):
+    """The content of all frames of a .zst file. The package's own stream takes a file that breaks off for a whole one."""
+
+    def __init__(self, raw, decompressor):
+        self.raw, self.decompressor, self.frame, self.ahead, self.content = raw, decompressor, None, b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not len(self.content):
+            packed = self.ahead or self.raw.read(2 ** 14)
+            if not packed and self.frame:
+                raise EOFError("the compressed file ends in the middle")
+            if not packed:
+                return 0
+            self.frame = self.frame or self.decompressor.decompressobj()
+            self.content, self.ahead = memoryview(self.frame.decompress(packed)), self.frame.unused_data
+            self.frame = None if self.frame.eof else self.frame
+        size = min(len(buffer), len(self.content))
+        buffer[:size], self.content = self.content[:size], self.content[size:]
+        return size
 
 
 def compression_errors() -> tuple:

@@ -35,7 +35,7 @@ LLM_C_HEADER, LLM_C_QUESTIONS = 1024, 20240522
 VOCABULARIES = {"gpt2": (50257, 50256), "llama3": (128256, 128000)}     # ids, separator
 ZERO_BLOCK = 4096                       # tokens: so many zeros in a row are a hole in the file, never text
 SAMPLE = 65536                          # tokens looked at to tell tokens from text and noise
-LEAST_TOP_TEN = 0.03                    # share of the ten most frequent ids; Python's source: 58 % (gpt2), 21 % (cl100k)
+LEAST_TOP_TEN = 0.03                    # share of the ten most frequent ids; Python source: 58 % (gpt2), 21 % (cl100k)
 READ_BYTES = 2 ** 23
 
 

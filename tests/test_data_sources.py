@@ -260,7 +260,8 @@ def test_damaged_rows_of_csv_and_parquet(tmp_path):
     assert damage.counts == {"no text, skipped": 1, "bad bytes, skipped": 1}
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.jsonl.zst", "a.parquet", "a.txt.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.jsonl.zst", "a.csv.zst", "a.parquet",
+                                  "a.txt.gz", "a.txt.zst"])
 def test_file_that_breaks_off_loses_its_rest_only(tmp_path, name):
     kind, _, suffix = name[2:].partition(".")
     texts = [lorem(number, 3000) for number in range(200)]

@@ -18,6 +18,7 @@ import nbformat
 from build import HERE, NOTEBOOKS, ROOT
 
 OUT = ROOT / "build" / "kaggle"
+LONGEST_TITLE = 50
 CONTINUES = {"gpt_resume": "gpt_pretrain"}      # whose output is attached as an input
 
 
@@ -27,9 +28,10 @@ def slug(title: str) -> str:
 
 
 def title_of(name: str) -> str:
-    """The first heading of a built notebook, its title on Kaggle too."""
+    """The first heading of a built notebook is its title on Kaggle too; of a long one the part before its colon or comma."""
     first = nbformat.read(HERE / f"{name}.ipynb", as_version=4).cells[0].source
-    return first.splitlines()[0].removeprefix("#").strip()
+    heading = first.splitlines()[0].removeprefix("#").strip()
+    return heading if len(heading) <= LONGEST_TITLE else re.split("[:,]", heading)[0][:LONGEST_TITLE].strip()
 
 
 def kernel_metadata(name: str, user: str, datasets: list) -> dict:

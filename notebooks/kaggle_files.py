@@ -28,7 +28,7 @@ def slug(title: str) -> str:
 
 
 def title_of(name: str) -> str:
-    """The first heading of a built notebook is its title on Kaggle too; of a long one the part before its colon or comma."""
+    """The first heading of a built notebook, its title on Kaggle too; of a long one the part before a colon or comma."""
     first = nbformat.read(HERE / f"{name}.ipynb", as_version=4).cells[0].source
     heading = first.splitlines()[0].removeprefix("#").strip()
     return heading if len(heading) <= LONGEST_TITLE else re.split("[:,]", heading)[0][:LONGEST_TITLE].strip()
@@ -39,8 +39,8 @@ def kernel_metadata(name: str, user: str, datasets: list) -> dict:
     title = title_of(name)
     before = CONTINUES.get(name)
     return dict(id=f"{user}/{slug(title)}", title=title, code_file=f"{name}.ipynb", language="python",
-                kernel_type="notebook", is_private=True, enable_gpu=False, enable_tpu=True, enable_internet=True, machine_shape="TpuV5E8",
-                dataset_sources=datasets, competition_sources=[], model_sources=[],
+                kernel_type="notebook", is_private=True, enable_gpu=False, enable_tpu=True, enable_internet=True,
+                machine_shape="TpuV5E8", dataset_sources=datasets, competition_sources=[], model_sources=[],
                 kernel_sources=[f"{user}/{slug(title_of(before))}"] if before else [])
 
 

@@ -219,7 +219,8 @@ def jump_after_resume(folder: str | Path, first_step: int, loss: float) -> str |
 def in_live_notebook() -> bool:
     """Whether a person watches in Jupyter: there a line may be written over. Kaggle's batch run keeps a plain log."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return type(shell).__name__ == "ZMQInteractiveShell" and os.environ.get("KAGGLE_KERNEL_RUN_TYPE") != "Batch"
+    in_kernel = any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)      # Colab's is derived
+    return in_kernel and os.environ.get("KAGGLE_KERNEL_RUN_TYPE") != "Batch"
 
 
 class Heartbeat:

@@ -38,6 +38,8 @@ def train_worker(config: MLPConfig, processes: int = 0) -> None:
     model = nn.Sequential(nn.Linear(2, config.hidden), nn.Tanh(), nn.Linear(config.hidden, config.hidden), nn.Tanh(),
                           nn.Linear(config.hidden, 1)).to(runtime.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, capturable=runtime.is_xla)
+    if runtime.is_xla:
+        runtime.print("the first step is compiled: up to a minute on a TPU")
     mine = slice(runtime.rank, None, runtime.world_size)                      # 3. every rank takes its share of the batch
     for step in range(1, config.steps + 1):
         x, y = (part[mine].to(runtime.device) for part in make_samples(config, step))

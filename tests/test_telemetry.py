@@ -126,6 +126,18 @@ def test_elsewhere_every_line_stays():
     assert not tel.in_live_notebook()
 
 
+def test_colabs_shell_is_live_too(monkeypatch):
+    """google.colab derives its Shell from ipykernel's; any class derived like that stands for it."""
+    import IPython
+    from ipykernel.zmqshell import ZMQInteractiveShell
+    class Shell(ZMQInteractiveShell):
+        def __init__(self):
+            pass
+    monkeypatch.setattr(IPython, "get_ipython", Shell)
+    monkeypatch.delenv("KAGGLE_KERNEL_RUN_TYPE", raising=False)
+    assert tel.in_live_notebook()
+
+
 def test_a_jump_of_the_loss_after_a_resume_is_told_and_an_ordinary_loss_is_not(tmp_path):
     log = tel.RunLog(tmp_path, active=True)
     for step in range(1, 31):

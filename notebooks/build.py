@@ -18,9 +18,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 README = ROOT / "README.md"
 REPOSITORY = HERE / "repository.txt"
-NOTEBOOKS = ("mlp_minimal", "gpt_pretrain", "gpt_resume")
+NOTEBOOKS = ("mlp_minimal", "gpt_pretrain", "gpt_resume", "image_classification")
 MODULE_FOLDERS = (ROOT / "py", ROOT / "data_prep")
-SHOWN_MODULES = ("train_gpt.py", "train_mlp.py", "resume_gpt.py")      # the training scripts; the others are folded
+SHOWN_MODULES = ("train_gpt.py", "train_mlp.py", "resume_gpt.py", "train_images.py")      # the training scripts; the others are folded
 
 # What Kaggle and Colab read. The names that Kaggle itself writes for a TPU are not documented: the text of each notebook
 # also tells the reader what to choose.

@@ -168,13 +168,6 @@ def _initialise(module):
         nn.init.normal_(module.weight, std=EMBEDDING_STD)
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list:
-    """Parameter groups for AdamW: matrices and embeddings decay, biases and norms do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-
-
 def flops_per_token(config: GPTConfig) -> float:
     """Training flops a token, forward and backward: 6 N + 12 L C T (PaLM, arXiv 2204.02311, appendix B).
 

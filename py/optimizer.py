@@ -4,6 +4,13 @@ import math
 import torch
 
 
+def decay_groups(model, weight_decay: float) -> list:
+    """Parameter groups for AdamW: matrices and embeddings decay, biases and norms do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+
+
 def adamw(groups, on_xla: bool, **options) -> torch.optim.AdamW:
     """AdamW over parameters or groups. On XLA the step and the learning rate are tensors on the device.
 

@@ -355,7 +355,26 @@ def mlp_template(settings: dict, chip: Chip, folder: Path):
                                                      micro_batch=config.batch // chip.replicas, micro_steps=1)
 
 
-TEMPLATES = {"gpt": gpt_template, "mlp": mlp_template}
+def images_template(settings: dict, chip: Chip, folder: Path):
+    """train_images' worker on images without content, of CIFAR-10's size: one rank's share of a single batch an epoch."""
+    import classification
+    import image_data
+    import numpy as np
+    import train_images
+    config = dataclasses.replace(train_images.make_config(settings.pop("preset", "resnet18"), **settings), data="none",
+                                 epochs=STEPS_SEEN + 1, eval_every=1, run_folder=str(folder / "run"), processes=0)
+    share = config.batch // chip.replicas
+    images = np.arange(share * 3072, dtype=np.uint8).reshape(-1, 3, 32, 32)
+    stand_in = image_data.ImageSet(images, np.zeros(share, np.int64), tuple("0123456789"), True, "none")
+    image_data.load = lambda data: (stand_in, stand_in)
+    classification.check_each_seen_once = lambda seen: None     # nothing comes back from a device that is only described
+    (folder / "run").mkdir()
+    flops = train_images.flops_per_image(train_images.ResNet(config, images, 10), images.shape[1:])
+    return train_images.train_worker, (config,), dict(tokens_per_step=config.batch, flops_per_token=flops, unit="images",
+                                                      micro_batch=share, micro_steps=1)
+
+
+TEMPLATES = {"gpt": gpt_template, "mlp": mlp_template, "images": images_template}
 
 
 # ---- second child: the TPU's compiler --------------------------------------------------------------------------------
@@ -811,7 +830,7 @@ def show(report: dict) -> str:
 def show_speed(report: dict, chip: Chip) -> list:
     if "step_ms" not in report:
         return []
-    lines = [f"  speed    {report['tokens_per_second']:,.0f} tokens/s, {report['step_ms']:,.1f} ms a step, MFU {report['mfu']:.1%}"
+    lines = [f"  speed    {report['tokens_per_second']:,.0f} {report['facts'].get('unit', 'tokens')}/s, {report['step_ms']:,.1f} ms a step, MFU {report['mfu']:.1%}"
              f" of {chip.peak_flops / 1e12:.0f} TFLOP/s a chip",
              f"  reduced  {report['reductions']} reduction{'s' * (report['reductions'] != 1)} of together"
              f" {size_text(report['reduced_bytes'])} a step, counted as {report['reducing_ms']:.1f} ms of it at"
@@ -908,6 +927,11 @@ def template_settings(template: str, words: list) -> dict:
     if template == "gpt":
         settings = train_gpt.settings_from_command_line(words)
         return {**settings, "preset": "gpt2-124m" if settings.get("preset", "auto") == "auto" else settings["preset"]}
+    if template == "images":
+        import train_images
+        from settings import settings_from_command_line
+        settings = settings_from_command_line(train_images.ImageConfig, train_images.PRESETS, train_images.__doc__, words)
+        return {**settings, "preset": "resnet18" if settings.get("preset", "auto") == "auto" else settings["preset"]}
     import train_mlp
     fields = {f.name: type(f.default) for f in dataclasses.fields(train_mlp.MLPConfig)}
     parser = argparse.ArgumentParser()

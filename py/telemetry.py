@@ -164,11 +164,15 @@ class Profile:
 
 
 class Throughput:
-    """Tokens a second and time left, over the steps since the last reading. The first step, which compiles, is left out."""
+    """Tokens a second and time left, over the steps since the last reading. The first step, which compiles, is left out.
 
-    def __init__(self, tokens_per_step: int, flops_per_token: float, peak_flops_total: float | None, clock=time.monotonic):
+    unit: what is counted instead of tokens, 'images' for instance.
+    """
+
+    def __init__(self, tokens_per_step: int, flops_per_token: float, peak_flops_total: float | None, clock=time.monotonic,
+                 unit: str = "tokens"):
         self.tokens_per_step, self.flops_per_token, self.peak = tokens_per_step, flops_per_token, peak_flops_total
-        self.clock, self.mark = clock, None
+        self.clock, self.unit, self.mark = clock, unit, None
 
     def start(self, step: int) -> None:
         """Start, or start anew after something that is not training: a compilation, an evaluation, a save."""
@@ -180,9 +184,9 @@ class Throughput:
         steps, seconds = step - self.mark[0], now - self.mark[1]
         self.mark = (step, now)
         if steps == 0 or seconds <= 0:
-            return {"tokens_per_s": None, "mfu": None, "seconds_left": None}
+            return {f"{self.unit}_per_s": None, "mfu": None, "seconds_left": None}
         rate = steps * self.tokens_per_step / seconds
-        return {"tokens_per_s": rate, "mfu": rate * self.flops_per_token / self.peak if self.peak else None,
+        return {f"{self.unit}_per_s": rate, "mfu": rate * self.flops_per_token / self.peak if self.peak else None,
                 "seconds_left": (last_step - step) * seconds / steps}
 
 
@@ -193,12 +197,12 @@ def clock_text(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def progress_line(record: dict, last_step: int) -> str:
-    """One line for a person: step, loss, learning rate, gradient norm, tokens/s, MFU, time left, memory."""
+def progress_line(record: dict, last_step: int, unit: str = "tokens") -> str:
+    """One line for a person: step, loss, learning rate, gradient norm, tokens/s (or another unit's), MFU, time left, memory."""
     words = [f"step {record['step']:>{len(str(last_step))}}/{last_step}", f"loss {record['loss']:.4f}",
              f"lr {record['lr']:.2e}", f"norm {record['grad_norm']:.2f}"]
-    if record.get("tokens_per_s"):
-        words.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+    if record.get(f"{unit}_per_s"):
+        words.append(f"{record[f'{unit}_per_s']:,.0f} {unit}/s")
         words += [f"MFU {record['mfu']:.1%}"] if record.get("mfu") else []
         words.append(f"{clock_text(record['seconds_left'])} left")
     memory = record.get("device_gib") or record.get("host_gib")
@@ -292,7 +296,7 @@ def standing_at(thread: int) -> str:
     return f"; this rank stands in {frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
-def draw_curve(folder: str | Path, reference: dict | None = None) -> Path | None:
+def draw_curve(folder: str | Path, reference: dict | None = None, unit: str = "nats per token") -> Path | None:
     """Draw the training and validation loss of log.jsonl to curve.png; returns its path, or None without records.
 
     reference: {label: loss per token} drawn as horizontal lines.
@@ -311,10 +315,14 @@ def draw_curve(folder: str | Path, reference: dict | None = None) -> Path | None
                   label=f"validation, last {validation[-1][1]:.3f}")
     for style, (label, loss) in zip(("--", ":", "-."), (reference or {}).items()):
         axes.axhline(loss, color="gray", linestyle=style, linewidth=1, label=f"{label}, {loss:.3f}")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title=f"{Path(folder).name}")
+    axes.set(xlabel="optimizer step", ylabel=f"loss ({unit})", title=f"{Path(folder).name}")
     axes.grid(alpha=0.3)
     axes.legend()
-    path = Path(folder) / CURVE_NAME
+    return save_figure(figure, Path(folder) / CURVE_NAME)
+
+
+def save_figure(figure, path: Path) -> Path:
+    """Write a matplotlib figure as PNG, whole or not at all."""
     partial = path.with_suffix(".partial")
     figure.savefig(partial, format="png")
     os.replace(partial, path)

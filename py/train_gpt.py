@@ -36,8 +36,8 @@ import telemetry
 import token_data
 import tpu_attention
 from compile_guard import CompileGuard
-from gpt import GPT, GPTConfig, attention_for, decay_groups, flops_per_token, generate, token_losses
-from optimizer import adamw, set_learning_rate, warmup_cosine
+from gpt import GPT, GPTConfig, attention_for, flops_per_token, generate, token_losses
+from optimizer import adamw, decay_groups, set_learning_rate, warmup_cosine
 from runtime import UserError
 from settings import check_types, nearest_multiples, require
 

@@ -13,7 +13,8 @@ import torch
 from conftest import clean_environment, run_script
 
 import checkpoint as ckpt
-from gpt import GPT, GPTConfig, decay_groups
+from gpt import GPT, GPTConfig
+from optimizer import decay_groups
 from runtime import UserError
 
 SMALL = GPTConfig(vocab_size=64, T=8, n_layer=1, n_head=2, n_embd=16)

@@ -4,7 +4,8 @@ import math
 import pytest
 import torch
 
-from gpt import (GPT, GPTConfig, LayerNorm, decay_groups, flops_per_token, fused_attention, generate, plain_attention, rms_normalise)
+from gpt import (GPT, GPTConfig, LayerNorm, flops_per_token, fused_attention, generate, plain_attention, rms_normalise)
+from optimizer import decay_groups
 
 SMALL = GPTConfig(vocab_size=96, T=16, n_layer=2, n_head=2, n_embd=32)
 

@@ -11,13 +11,14 @@ import nbformat
 import pytest
 from conftest import ROOT, clean_environment
 
-NOTEBOOKS = ("mlp_minimal", "gpt_pretrain", "gpt_resume")
+NOTEBOOKS = ("mlp_minimal", "gpt_pretrain", "gpt_resume", "image_classification")
 FOLDER = ROOT / "notebooks"
 
 # What a user in a hurry would edit in the settings cells; everything else stays as it is.
 SHORTENED = {
     "gpt_pretrain": [('preset="auto", ', 'preset="tiny", stop_at=20, '), ('DATA = "auto"', 'DATA = "texts"'),
                      ('ENCODING = "auto"', 'ENCODING = "bytes"')],
+    "image_classification": [('data="auto", ', 'data="digits", epochs=2, ')],
     "gpt_resume": [], "mlp_minimal": [("STEPS = 200", "STEPS = 60"), ("PROCESSES = 0", "PROCESSES = 2")],
 }
 
@@ -123,16 +124,35 @@ def test_all_notebooks_run_in_order_in_another_folder_and_leave_the_tree_clean(t
     for name in NOTEBOOKS:
         (tmp_path / f"{name}.ipynb").write_text(edited_notebook(name))
     done = run_nbmake(tmp_path, *NOTEBOOKS)
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout
+    assert done.returncode == 0 and f"{len(NOTEBOOKS)} passed" in done.stdout, done.stdout
     assert "2 processes on cpu, fp32, all replicas equal" in printed(tmp_path, "mlp_minimal")
     first, second = printed(tmp_path, "gpt_pretrain"), printed(tmp_path, "gpt_resume")
     assert "step 20/30" in first and "step 20 of 30" in second and "step 30/30" in second
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/gpt/log.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(31))
-    for name in ("gpt_pretrain", "gpt_resume"):
+    assert "of 359 images, each counted once" in printed(tmp_path, "image_classification")
+    for name in ("gpt_pretrain", "gpt_resume", "image_classification"):
         notebook = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4)
         assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
     assert tree() == before
+
+
+REHEARSED = {"image_classification": [('data="auto", ', 'data="digits", epochs=1, width=8, batch=160, '),
+                                      ('platform="auto"', 'platform="virtual-tpu"')]}
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_a_notebook_rehearses_on_eight_virtual_devices(tmp_path, name):
+    """One epoch: to see that its cells and modules are complete, not what it learns."""
+    notebook = read(name)
+    settings = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    for old, new in REHEARSED[name]:
+        assert settings.source.count(old) == 1, old
+        settings.source = settings.source.replace(old, new)
+    (tmp_path / f"{name}.ipynb").write_text(nbformat.writes(notebook))
+    done = run_nbmake(tmp_path, name)
+    assert done.returncode == 0, done.stdout
+    assert "REHEARSAL on 8" in printed(tmp_path, name) and "RECOMPILED" not in printed(tmp_path, name)
 
 
 def edited_notebook(name: str) -> str:
@@ -206,4 +226,5 @@ def test_each_twin_runs_as_a_script(tmp_path, name):
         done = subprocess.run([sys.executable, script], cwd=work, env=clean_environment(PYTHONPATH=""), text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)
         assert done.returncode == 0, done.stdout
-    assert {"mlp_minimal": "all replicas equal", "gpt_pretrain": "step 20/30", "gpt_resume": "step 30/30"}[name] in done.stdout
+    assert {"mlp_minimal": "all replicas equal", "gpt_pretrain": "step 20/30", "gpt_resume": "step 30/30",
+            "image_classification": "each counted once"}[name] in done.stdout

@@ -16,7 +16,7 @@ import nbformat
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-README = ROOT / "README.md"
+READMES = (ROOT / "README.md", ROOT / "README.zh.md")
 REPOSITORY = HERE / "repository.txt"
 NOTEBOOKS = ("mlp_minimal", "gpt_pretrain", "gpt_resume", "image_classification")
 MODULE_FOLDERS = (ROOT / "py", ROOT / "data_prep")
@@ -71,11 +71,11 @@ def build(name: str, repository: str) -> str:
     return nbformat.writes(notebook, indent=1) + "\n"
 
 
-def readme_with_badges(repository: str) -> str:
-    """README.md with every line between badge markers written anew."""
+def readme_with_badges(readme: Path, repository: str) -> str:
+    """A README with every line between badge markers written anew."""
     def line(match):
         return f"<!-- badges {match.group(1)} -->{badges(match.group(1), repository)}<!-- /badges -->"
-    return re.sub(r"<!-- badges (\S+) -->.*?<!-- /badges -->", line, README.read_text())
+    return re.sub(r"<!-- badges (\S+) -->.*?<!-- /badges -->", line, readme.read_text())
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
         REPOSITORY.write_text(options.owner + "\n")
     repository = REPOSITORY.read_text().strip()
     wanted = {HERE / f"{name}.ipynb": build(name, repository) for name in NOTEBOOKS}
-    wanted[README] = readme_with_badges(repository)
+    wanted |= {readme: readme_with_badges(readme, repository) for readme in READMES}
     drifted = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if not options.check:
         for path in drifted:

@@ -140,3 +140,22 @@ def test_links_between_the_pages_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def skeleton(text: str) -> dict:
+    """What a translation leaves as it is: commands, tables without their words, links, headings by level, inline code."""
+    text = re.sub(r"\[(?:English|中文)\]\(README[.\w]*\)\n\n", "", text)
+    blocks = [[line.partition(" # ")[0].rstrip() for line in block.splitlines()]
+              for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    tables = [[sorted(re.findall(r"`[^`]+`|[\d,.]*\d", cell)) for cell in row] for row in table_rows(prose)]
+    return dict(blocks=blocks, tables=tables, links=sorted(re.findall(r"\]\(([^)\s]+)\)", prose)),
+                headings=[len(mark) for mark in re.findall(r"^(#+) ", prose, re.MULTILINE)],
+                figures=sorted(re.findall(r"(?<![\w/])\d+[.,]\d[\d,.]*\d|(?<![\w/])\d+[.,]\d", prose)),
+                points=len(re.findall(r"^(?:-|\d\.) ", prose, re.MULTILINE)), code=sorted(re.findall(r"`[^`]+`", prose)))
+
+
+def test_the_chinese_readme_says_the_same():
+    english, chinese = (skeleton((ROOT / name).read_text()) for name in ("README.md", "README.zh.md"))
+    for part, expected in english.items():
+        assert chinese[part] == expected, f"README.zh.md: {part} differ from README.md's"

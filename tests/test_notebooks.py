@@ -69,7 +69,8 @@ def test_the_committed_notebooks_are_what_their_sources_build():
 def test_a_drift_on_either_side_is_found_and_a_build_mends_it(tmp_path, drift):
     for part in ("py", "data_prep", "notebooks"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "README.md", tmp_path)
+    for readme in ROOT.glob("README*.md"):
+        shutil.copy(readme, tmp_path)
     path = tmp_path / drift
     if drift == "README.md":
         path.write_text(path.read_text().replace("colab-badge.svg", "other.svg", 1))
@@ -86,11 +87,12 @@ def test_a_drift_on_either_side_is_found_and_a_build_mends_it(tmp_path, drift):
 def test_one_target_points_every_badge_at_a_fork(tmp_path):
     for part in ("py", "data_prep", "notebooks"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "README.md", tmp_path)
+    for readme in ROOT.glob("README*.md"):
+        shutil.copy(readme, tmp_path)
     build = [sys.executable, str(tmp_path / "notebooks/build.py")]
     assert subprocess.run([*build, "--owner", "ada/tpu-notes"]).returncode == 0
     owner = (FOLDER / "repository.txt").read_text().strip()
-    for path in (*tmp_path.glob("notebooks/*.ipynb"), tmp_path / "README.md"):
+    for path in (*tmp_path.glob("notebooks/*.ipynb"), *tmp_path.glob("README*.md")):
         assert "github.com/ada/tpu-notes/blob/main/notebooks/" in path.read_text() and owner not in path.read_text()
     refused = subprocess.run([*build, "--owner", "nonsense"], capture_output=True, text=True)
     assert refused.returncode == 1 and "is not of the form" in refused.stderr

@@ -505,7 +505,7 @@ SYMPTOMS = (
 def page() -> str:
     """All answers as Markdown; docs/errors.md is this text, a test compares them."""
     entries = [f"### {answer.name}\n\n" + "".join(f"    {message.strip()}\n" for message in answer.messages)
-               + f"\n{answer.happened}\n**Cause:** {answer.cause}\n**Do:** {answer.do}\n" for answer in ANSWERS]
+               + f"\n{answer.happened}\n\n- **Cause:** {answer.cause}\n- **Do:** {answer.do}\n" for answer in ANSWERS]
     symptoms = "".join(f"| {seen} | {meaning} |\n" for seen, meaning in SYMPTOMS)
     return (f"{PAGE_TOP}\n## Symptoms without a message\n\n| what you see | what it is, and what to do |\n|---|---|\n"
             f"{symptoms}\n## Messages\n\n" + "\n".join(entries))

@@ -452,6 +452,26 @@ def test_a_machine_that_is_not_ready_is_told_in_the_table(tmp_path, environment,
     assert words in " ".join(done.stdout.split())
 
 
+@pytest.mark.skipif(not os.access("/dev", os.W_OK), reason="a device file can only be made by root")
+def test_who_holds_the_tpu_is_named(monkeypatch):
+    """A file where a chip's device file would be, held open by a process of its own."""
+    monkeypatch.setattr(rt, "count_tpu_chips", lambda: 8)
+    device = Path("/dev/accel99")
+    device.touch()
+    try:
+        code = "import sys, time; held = open(sys.argv[1]); print('held', flush=True); time.sleep(60)"
+        holder = subprocess.Popen([sys.executable, "-c", code, device], stdout=subprocess.PIPE, text=True)
+        holder.stdout.readline()
+        checks = {check.name: check for check in doctor.check_machine(environ=dict(KAGGLE, TPU_PROCESS_ADDRESSES="local"))}
+        assert f"held by process {holder.pid}" in checks["device free"].finding and checks["device free"].verdict == "BAD"
+        assert checks["device"].finding.startswith("tpu: ") and checks["variables"].verdict == "note"
+        holder.kill()
+        holder.wait()
+        assert doctor.check_holders(rt.Platform("tpu", 8, "test")).verdict == "ok"
+    finally:
+        device.unlink()
+
+
 def test_packages_disk_and_time_that_do_not_suffice_are_told(tmp_path, monkeypatch):
     versions = {"torch": "2.9.0", "torch_xla": "2.8.0", "accelerate": "1.15.0", "libtpu": "0.0.52"}
     monkeypatch.setattr(rt, "installed_version", versions.get)

@@ -9,13 +9,10 @@ Then, with Kaggle's own command line tool and your key: kaggle kernels push -p b
 import argparse
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
-import nbformat
-
-from build import HERE, NOTEBOOKS, ROOT
+from build import HERE, NOTEBOOKS, REPOSITORY, ROOT, build
 
 OUT = ROOT / "build" / "kaggle"
 LONGEST_TITLE = 50
@@ -28,9 +25,8 @@ def slug(title: str) -> str:
 
 
 def title_of(name: str) -> str:
-    """The first heading of a built notebook, its title on Kaggle too; of a long one the part before a colon or comma."""
-    first = nbformat.read(HERE / f"{name}.ipynb", as_version=4).cells[0].source
-    heading = first.splitlines()[0].removeprefix("#").strip()
+    """The first heading of a notebook, its title on Kaggle too; of a long one the part before a colon or comma."""
+    heading = re.search(r"^# # (.+)$", (HERE / f"{name}.py").read_text(), re.MULTILINE)[1].strip()
     return heading if len(heading) <= LONGEST_TITLE else re.split("[:,]", heading)[0][:LONGEST_TITLE].strip()
 
 
@@ -77,7 +73,7 @@ def main() -> None:
         return
     for name in NOTEBOOKS:
         write_json(OUT / name / "kernel-metadata.json", kernel_metadata(name, options.user, options.attach))
-        shutil.copy(HERE / f"{name}.ipynb", OUT / name)
+        (OUT / name / f"{name}.ipynb").write_text(build(name, REPOSITORY.read_text().strip()))
         print(f"kaggle kernels push -p {(OUT / name).relative_to(ROOT)}")
 
 

@@ -139,7 +139,8 @@ def test_the_presets_page_agrees_with_the_presets_and_the_readmes_figures():
 def test_links_between_the_pages_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+            built_from = (page.parent / target).with_suffix(".py") if target.endswith(".ipynb") else page.parent / target
+            assert target.startswith("http") or built_from.exists(), f"{page.name}: {target}"
 
 
 def skeleton(text: str) -> dict:

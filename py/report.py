@@ -109,7 +109,7 @@ def table(figures: dict) -> str:
              f" {step['p95'] * 1000:,.0f} ms, longest {step['longest'] * 1000:,.0f} ms"),
             ("time", spent),
             ("compilations", figures["compilations"] and f"{figures['compilations']} in"
-             f" {figures['compile_seconds']:.1f} s, {figures['retraces']} after the warm-up"),
+             f" {figures['compile_seconds']:.1f} s, {figures['retraces']} of them retraces"),
             *(("  why", reason) for reason in figures["retrace_reasons"]),
             ("transfers", figures["transfers_to_device"] and f"{figures['transfers_to_device']:,} to the device,"
              f" {figures['transfers_from_device']:,} back"),

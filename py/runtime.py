@@ -703,6 +703,42 @@ class Runtime:
         return functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
 
+class Mesh:
+    """All devices of one process as a single one (torch_xla's SPMD): `shard` says how a tensor is divided over them.
+
+    XLA's partitioner adds the communication; what is not marked is on every device. Make it before anything is on a
+    device. With `wanted` False it is one device, and marks nothing.
+    """
+
+    def __init__(self, wanted: bool):
+        self.devices, self.mesh = 1, None
+        if wanted:
+            import numpy as np
+            import torch_xla.distributed.spmd as spmd
+            import torch_xla.runtime as xr
+            xr.use_spmd()
+            self.devices = xr.global_runtime_device_count()
+            self.mesh = spmd.Mesh(np.arange(self.devices), (self.devices,), ("fsdp",))
+
+    def shard(self, tensor, dimension: int | None = 0):
+        """The same tensor, divided along `dimension`, whose size the devices must share equally.
+
+        None: whole on every device, as it would be anyway; but said so, as XLA says it of what a step gives back.
+        Otherwise step two would get other tensors than step one, and be compiled anew.
+        """
+        if self.mesh:
+            import torch_xla.distributed.spmd as spmd
+            spmd.mark_sharding(tensor, self.mesh, tuple("fsdp" if d == dimension else None for d in range(tensor.dim())))
+        return tensor
+
+    def shard_weights(self, parameters) -> None:
+        """Divide each matrix along its longest dimension that the devices share equally; what has none stays whole."""
+        for parameter in parameters:
+            sizes = [size if size % self.devices == 0 else 0 for size in parameter.shape]
+            if parameter.dim() > 1 and any(sizes):
+                self.shard(parameter, sizes.index(max(sizes)))
+
+
 def _set_gradients(parameters: list, flat) -> None:
     for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
         parameter.grad = piece.view_as(parameter)

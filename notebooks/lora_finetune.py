@@ -70,6 +70,9 @@ runtime.install_missing("peft", "safetensors")      # not on the TPU images; not
 # %%writefile optimizer.py
 
 # %%
+# %%writefile foreign_shards.py
+
+# %%
 # %%writefile token_data.py
 
 # %%

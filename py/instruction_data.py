@@ -3,10 +3,11 @@
     train, val = read_examples("stdlib")                # or a .jsonl file, one {"prompt": ..., "response": ...} a line
     rows = encode(train, tokenizer, T=512)              # tokens (N, T+1) and which of them are learned (N, T)
 
-The loss counts the answer alone. Rows are filled up to T on the right: one shape, so one program on a TPU; a causal model
-needs no attention mask for what comes after its text.
+The loss counts the answer alone. Rows are filled up to T on the right: one shape, so one program on a TPU; a causal
+model needs no attention mask for what comes after its text.
 """
 import ast
+import functools
 import hashlib
 import inspect
 import json
@@ -35,7 +36,7 @@ class Rows:
     cut: int                # how many examples were longer than T
 
 
-# ---- where examples come from ------------------------------------------------------------------------------------------
+# ---- where examples come from ----------------------------------------------------------------------------------------
 
 def read_examples(source: str) -> tuple[list[Example], list[Example]]:
     """(training, validation) examples; which is which follows from the prompt alone.
@@ -49,8 +50,8 @@ def read_examples(source: str) -> tuple[list[Example], list[Example]]:
     train = [e for e, held in zip(examples, held_out) if not held]
     val = [e for e, held in zip(examples, held_out) if held]
     if not train or not val:
-        raise UserError(f"{source} has {len(examples)} examples, too few to train on some and to validate on others: give"
-                        " at least a few dozen.")
+        raise UserError(f"{source} has {len(examples)} examples, too few to train on some and to validate on others:"
+                        " give at least a few dozen.")
     return train, val
 
 
@@ -69,11 +70,12 @@ def _example(path: Path, number: int, line: str) -> Example:
         if not (isinstance(prompt, str) and isinstance(response, str) and response.strip()):
             raise TypeError
     except (json.JSONDecodeError, KeyError, TypeError):
-        raise UserError(f'{path} line {number} is not an example: each line must be {{"prompt": "...", "response": "..."}}'
-                        " with a response that is not empty.") from None
+        raise UserError(f"{path} line {number} is not an example: each line must be"
+                        ' {"prompt": "...", "response": "..."} with a response that is not empty.') from None
     return Example(prompt, response)
 
 
+@functools.cache        # parsing the library takes seconds; forked workers inherit the answer
 def documented_functions() -> list[Example]:
     """'What does json.dumps do?' and its documentation's first paragraph, for every public function of the library."""
     found = []
@@ -101,11 +103,12 @@ def _documentation(tree: ast.Module):
     places = [("", tree)] + [(f"{node.name}.", node) for node in classes]
     for prefix, place in places:
         for node in place.body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and (text := ast.get_docstring(node)):
+            text = isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and ast.get_docstring(node)
+            if text:
                 yield prefix + node.name, " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
 
 
-# ---- examples as rows of tokens ---------------------------------------------------------------------------------------
+# ---- examples as rows of tokens --------------------------------------------------------------------------------------
 
 def prompt_text(prompt: str, tokenizer) -> str:
     """The prompt as the model sees it: by the tokenizer's own chat template where it has one."""

@@ -731,6 +731,19 @@ class Mesh:
             spmd.mark_sharding(tensor, self.mesh, tuple("fsdp" if d == dimension else None for d in range(tensor.dim())))
         return tensor
 
+    def shard_outputs(self, modules) -> None:
+        """Keep what these modules give back, and its gradient, divided along the batch.
+
+        Left to itself, the partitioner gathers activations of the whole batch on each device, not the weights of one layer.
+        """
+        if self.mesh:
+            for module in modules:
+                module.register_forward_hook(self._along_the_batch)
+
+    def _along_the_batch(self, module, inputs, output):
+        from torch_xla.distributed.spmd.xla_sharding import MarkShardingFunction
+        return MarkShardingFunction.apply(output, self.mesh, ("fsdp",) + (None,) * (output.dim() - 1))
+
     def shard_weights(self, parameters) -> None:
         """Divide each matrix along its longest dimension that the devices share equally; what has none stays whole."""
         for parameter in parameters:

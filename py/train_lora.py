@@ -1,13 +1,13 @@
 """Fine-tune a Llama-class model with LoRA: on a TPU one process drives all chips, the frozen weights divided over them.
 
-    python py/train_lora.py --preset demo --platform cpu                    # a small Llama, built on the spot, no network
+    python py/train_lora.py --preset demo --platform cpu        # a small Llama, built on the spot, no network
     python py/train_lora.py --model /kaggle/input/llama-3.2-1b --examples my_examples.jsonl
 
 or, from a notebook:  train_lora.launch(train_lora.make_config(model="..."), platform)
 
 The base model is frozen, in the dtype that matrices are multiplied in; adapters and optimizer state are fp32 and on
-every device, so a checkpoint is a few MB. The run folder gets log.jsonl, curve.png, checkpoints of the adapters, the adapter
-for `peft` and the merged model for `transformers`.
+every device, so a checkpoint is a few MB. The run folder gets log.jsonl, curve.png, checkpoints of the adapters, the
+adapter for `peft` and the merged model for `transformers`.
 """
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ from token_data import window_order
 @dataclass(frozen=True)
 class LoraRun:
     """Every setting of a run. The defaults suit Llama 3.2 1B on a TPU v5e-8."""
-    model: str = ""                     # a folder, or a name on the Hugging Face Hub; "": a small Llama built on the spot
+    model: str = ""                     # a folder, or a name on the Hugging Face Hub; "": a small Llama, built here
     examples: str = "stdlib"            # a .jsonl file of {"prompt", "response"}; stdlib: what Python's functions do
     run_folder: str = "runs/lora"       # an existing run is never overwritten
     resume_from: str = ""               # the run folder of a run to continue; the other settings must be the same
@@ -97,8 +97,8 @@ PRESETS = {
                  log_every=1, eval_every=3, eval_examples=16, save_every=3, sample_tokens=4),
 }
 
-# The small Llama of an offline run: grouped-query attention and a tied head, as Llama 3.2 1B has. It is pretrained for a
-# few seconds on source code, since adapters of a model that knows nothing could learn next to nothing.
+# The small Llama of an offline run: grouped-query attention and a tied head, as Llama 3.2 1B has. It is
+# pretrained for a few seconds on source code, since adapters of a model that knows nothing could learn next to nothing.
 SMALL_LLAMA = dict(vocab_size=1024, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
                    num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
                    eos_token_id=0, pad_token_id=0)
@@ -107,8 +107,9 @@ SMALL_TEXT, SMALL_STEPS, SMALL_BATCH, SMALL_T, SMALL_RATE = 1_000_000, 250, 16, 
 
 def make_config(preset: str = "auto", **settings) -> LoraRun:
     """A LoraRun from a preset and settings that replace parts of it; 'auto' is llama with a model given, else demo."""
-    return st.make_config(LoraRun, PRESETS, ("llama" if settings.get("model") else "demo") if preset == "auto" else preset,
-                          settings)
+    if preset == "auto":
+        preset = "llama" if settings.get("model") else "demo"
+    return st.make_config(LoraRun, PRESETS, preset, settings)
 
 
 def count_micro_steps(config: LoraRun, devices: int) -> int:
@@ -121,7 +122,7 @@ def count_micro_steps(config: LoraRun, devices: int) -> int:
 # ---- model -----------------------------------------------------------------------------------------------------------
 
 def build_small_base(folder: str | Path, seed: int) -> None:
-    """Write a small Llama as a Hub folder: pretrained on the source of Python's standard library, with its own tokenizer."""
+    """Write a small Llama as a Hub folder: pretrained on the source of Python's library, with its own tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
     text = "".join(source for _, source in instruction_data.library_source())[:SMALL_TEXT]
     tokenizer = train_tokenizer(text)
@@ -138,8 +139,8 @@ def build_small_base(folder: str | Path, seed: int) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"built {folder}: a Llama of {model.num_parameters():,} parameters, pretrained for {SMALL_STEPS} steps on Python source"
-          f" to a loss of {loss.item():.2f}", flush=True)
+    print(f"built {folder}: a Llama of {model.num_parameters():,} parameters, pretrained for {SMALL_STEPS} steps on Python"
+          f" source to a loss of {loss.item():.2f}", flush=True)
     model.save_pretrained(folder)
 
 
@@ -166,7 +167,7 @@ def load_tokenizer(config: LoraRun):
 
 
 def with_adapters(config: LoraRun, base):
-    """The base, frozen, with new fp32 adapters: a function of the seed. Their second matrix is zero, so nothing changes."""
+    """The base, frozen, with new fp32 adapters, a function of the seed: their second matrix is zero, nothing changes."""
     import peft
     torch.manual_seed(rt.mix_seed(config.seed, 1))
     with warnings.catch_warnings():     # peft reads a name that transformers will drop one day
@@ -191,11 +192,13 @@ def recompute_layers(model, checkpoint) -> None:
 
 
 def _recomputed(forward, checkpoint, *args, **kwargs):
-    return checkpoint(functools.partial(forward, **kwargs), *args) if torch.is_grad_enabled() else forward(*args, **kwargs)
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(functools.partial(forward, **kwargs), *args)
 
 
 def set_up(config: LoraRun, runtime: rt.Runtime, mesh: rt.Mesh, resumed=None):
-    """(model, optimizer) on the device: the frozen weights divided over it, adapters and optimizer state on every part."""
+    """(model, optimizer, adapters) on the device: the frozen weights divided over its parts, the rest on each of them."""
     model = with_adapters(config, load_base(config, runtime.compute_dtype, use_cache=False,
                                             attn_implementation="eager" if runtime.is_xla else "sdpa"))
     if resumed:
@@ -205,12 +208,13 @@ def set_up(config: LoraRun, runtime: rt.Runtime, mesh: rt.Mesh, resumed=None):
     model.to(runtime.device).train()
     model.tie_weights()                     # XLA made two tensors of one
     mesh.shard_weights(p for p in model.parameters() if not p.requires_grad)
+    mesh.shard_outputs(m for m in model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Embedding)))
     runtime.sync()
     trained = torch.nn.ParameterDict({name.replace(".", "/"): p for name, p in adapters(model).items()})
     optimizer = adamw(trained.values(), runtime.is_xla, weight_decay=0.0)
     ckpt.load_optimizer(optimizer, trained, resumed.optimizer() if resumed else None)
     if runtime.is_xla:
-        for state in optimizer.state.values():      # equal numbers share one buffer on XLA, but only until the first step
+        for state in optimizer.state.values():      # equal numbers share one buffer on XLA, but only until step one
             state["step"] = state["step"] + 0
     for tensor in (*trained.values(), *(value for state in optimizer.state.values() for value in state.values())):
         mesh.shard(tensor, None)
@@ -221,14 +225,14 @@ def set_up(config: LoraRun, runtime: rt.Runtime, mesh: rt.Mesh, resumed=None):
 
 def load_adapters(model, tensors: dict) -> None:
     own = adapters(model)
-    require(own.keys() == {name.replace("/", ".") for name in tensors}, "The checkpoint's adapters are not those of this"
-            " configuration: use the rank, targets and model that it was saved with.")
+    require(own.keys() == {name.replace("/", ".") for name in tensors}, "The checkpoint's adapters are not those of"
+            " this configuration: use the rank, targets and model that it was saved with.")
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name.replace("/", ".")].copy_(tensor)
 
 
-# ---- the worker ---------------------------------------------------------------------------------------------------------
+# ---- the worker ------------------------------------------------------------------------------------------------------
 
 def batch_at(rows: instruction_data.Rows, indices, runtime: rt.Runtime, mesh: rt.Mesh, weights=None) -> list:
     """x, y (B, T) int64 and which tokens are learned (B, T) on the device, each device holding its rows alone."""
@@ -262,8 +266,8 @@ def evaluate(model, runtime: rt.Runtime, mesh: rt.Mesh, rows: instruction_data.R
     return runtime.host_values(runtime.all_reduce(total, "sum"))[0] / float(rows.learned[:count].sum())
 
 
-def train_worker(config: LoraRun, sharded: bool = False, processes: int = 0):
-    """Train the adapters up to config.max_steps; returns the model. sharded: this process drives all chips of a TPU."""
+def train_worker(config: LoraRun, sharded: bool = False, processes: int = 0) -> None:
+    """Train the adapters up to config.max_steps on this rank. sharded: this process drives all chips of a TPU."""
     mesh = rt.Mesh(sharded)
     runtime = rt.Runtime(config.precision, processes)
     train, val, tokenizer = load_rows(config)
@@ -278,7 +282,7 @@ def train_worker(config: LoraRun, sharded: bool = False, processes: int = 0):
 
     with telemetry.Heartbeat(runtime.is_main) as heartbeat, log:
         while True:
-            if step % config.eval_every == 0 or step == config.max_steps:
+            if (step % config.eval_every == 0 or step == config.max_steps) and (step > first or not resumed):
                 heartbeat.report("evaluating")
                 val_loss = evaluate(model, runtime, mesh, val, config)
                 log.write(step=step, val_loss=val_loss)
@@ -293,7 +297,7 @@ def train_worker(config: LoraRun, sharded: bool = False, processes: int = 0):
             heartbeat.report(f"step {step + 1}" + (", the first of this run, is compiled" if step == first else ""))
             set_learning_rate(optimizer, learning_rate(config, step), runtime.device)
             order = window_order(config.seed, step * config.batch, config.batch, len(train.tokens))
-            tokens_learned = float(train.learned[order].sum())      # over all devices and micro-steps: one mean of them all
+            tokens_learned = float(train.learned[order].sum())      # of the whole batch: one mean over all its answers
             loss_sum = runtime.number(0.0)
             for micro_step in range(micro_steps):
                 row = (micro_step * runtime.world_size + runtime.rank) * at_once
@@ -315,7 +319,7 @@ def train_worker(config: LoraRun, sharded: bool = False, processes: int = 0):
                 log.write(**record)
                 runtime.print(telemetry.progress_line(record, config.max_steps))
                 require(math.isfinite(loss), f"The loss is {loss} at step {step}: lower learning_rate.")
-    return model
+    runtime.barrier()       # until the last checkpoint is written
 
 
 def learning_rate(config: LoraRun, step: int) -> float:
@@ -326,15 +330,17 @@ def load_rows(config: LoraRun):
     """(training rows, validation rows, tokenizer)"""
     tokenizer = load_tokenizer(config)
     train, val = instruction_data.read_examples(config.examples)
-    return instruction_data.encode(train, tokenizer, config.T), instruction_data.encode(val, tokenizer, config.T), tokenizer
+    return *(instruction_data.encode(examples, tokenizer, config.T) for examples in (train, val)), tokenizer
 
 
 def describe(config: LoraRun, runtime: rt.Runtime, mesh: rt.Mesh, model, trained, rows, micro_steps: int) -> None:
     frozen = [p for p in model.parameters() if not p.requires_grad]
     dtypes = {str(p.dtype).removeprefix("torch.") for p in frozen}
+    devices = f"{mesh.devices} device{'s' if mesh.devices > 1 else ''}"
+    processes = f"{runtime.world_size} process{'es' if runtime.world_size > 1 else ''}"
     runtime.print(
-        f"base: {sum(p.numel() for p in frozen):,} parameters, frozen, {'/'.join(dtypes)}, divided over {mesh.devices} device"
-        f"{'s' if mesh.devices > 1 else ''} of each of {runtime.world_size} process{'es' if runtime.world_size > 1 else ''}\n"
+        f"base: {sum(p.numel() for p in frozen):,} parameters, frozen, {'/'.join(dtypes)}, divided over {devices} of each"
+        f" of {processes}\n"
         f"adapters: {sum(p.numel() for p in trained.values()):,} parameters, float32, on every device; matrix work"
         f" {runtime.precision}; recompute {'on' if config.recompute else 'off'}\n"
         f"batch: {config.batch} examples = {config.micro_batch} x {micro_steps} micro-steps x"
@@ -347,23 +353,28 @@ def save(config: LoraRun, runtime: rt.Runtime, trained, optimizer, step: int) ->
     """A checkpoint of the adapters and their optimizer: a few MB, so written at once."""
     tensors, state = ckpt.model_tensors(trained), ckpt.optimizer_tensors(optimizer, trained)
     if runtime.is_main:
-        ckpt.save(config.run_folder, ckpt.step_folder(step), step, tensors, state, dict(config=dataclasses.asdict(config)))
+        ckpt.save(config.run_folder, ckpt.step_folder(step), step, tensors, state,
+                  dict(config=dataclasses.asdict(config)))
         ckpt.remove_old(config.run_folder, config.keep_checkpoints)
         telemetry.draw_curve(config.run_folder)
 
 
-# ---- the parent -------------------------------------------------------------------------------------------------------
+# ---- the parent ------------------------------------------------------------------------------------------------------
 
 def launch(config: LoraRun, platform: rt.Platform | None = None) -> Path:
     """Check everything, train, write the adapter and the merged model, show two answers. Returns the run folder."""
     platform = platform or rt.patch_environment(config.platform)
     check_packages()
     sharded = platform.uses_xla and platform.processes > 1
+    if platform.name == "virtual-tpu":
+        print(f"REHEARSAL on {platform.processes} virtual TPU devices of this CPU, driven by one process: its speed says"
+              " nothing.")
     count_micro_steps(config, platform.processes)
     instruction_data.read_examples(config.examples)
     if config.model:
         check_model(config)
-    config = dataclasses.replace(config, run_folder=config.resume_from or str(ckpt.unused_run_folder(config.run_folder)))
+    run_folder = config.resume_from or str(ckpt.unused_run_folder(config.run_folder))
+    config = dataclasses.replace(config, run_folder=run_folder)
     if config.resume_from:
         check_same_run(config)
     folder = Path(config.run_folder)
@@ -390,15 +401,18 @@ def check_packages() -> None:
 
 
 def check_model(config: LoraRun) -> None:
-    """Raise UserError unless `transformers` finds the model's configuration and it has the layers that get adapters."""
+    """Raise UserError unless `transformers` finds the model's configuration, and it is a Llama's."""
     from transformers import AutoConfig
+    is_path = config.model.count("/") != 1 or config.model.startswith((".", "/", "~"))
+    require(not is_path or Path(config.model, "config.json").is_file(),
+            f"model={config.model!r} is not the folder of a model: it has no config.json.")
     try:
         found = AutoConfig.from_pretrained(config.model)
     except (OSError, ValueError) as error:
-        raise UserError(f"model={config.model!r} is neither a folder of a model nor a name that the Hugging Face Hub gives"
-                        f" ({str(error).splitlines()[0]})") from None
-    require(found.model_type == "llama", f"model={config.model!r} is a {found.model_type!r}: this template fine-tunes models"
-            " of the Llama architecture.")
+        raise UserError(f"model={config.model!r} is neither a folder of a model nor a name that the Hugging Face Hub"
+                        f" gives ({str(error).splitlines()[0]})") from None
+    require(found.model_type == "llama", f"model={config.model!r} is a {found.model_type!r}: this template fine-tunes"
+            " models of the Llama architecture.")
 
 
 def quiet_transformers() -> None:
@@ -411,15 +425,16 @@ def check_same_run(config: LoraRun) -> None:
     """Raise UserError unless the run to continue has a checkpoint and was made with these settings."""
     newest = ckpt.find_newest(config.resume_from)
     require(newest is not None, f"{config.resume_from} holds no usable checkpoint of adapters to resume from.")
-    free = ("run_folder", "resume_from", "platform", "precision", "log_every", "eval_every", "save_every", "keep_checkpoints",
-            "sample_tokens", "micro_batch", "recompute")
+    free = ("run_folder", "resume_from", "platform", "precision", "log_every", "eval_every", "save_every",
+            "keep_checkpoints", "sample_tokens", "micro_batch", "recompute")
     saved, now = newest.state()["config"], dataclasses.asdict(config)
-    wrong = [f"{name} ({saved[name]!r} -> {now[name]!r})" for name in now if name not in free and saved[name] != now[name]]
+    wrong = [f"{name} ({saved[name]!r} -> {value!r})" for name, value in now.items()
+             if name not in free and saved[name] != value]
     require(not wrong, f"A resumed run cannot change {', '.join(wrong)}: start a new run for it.")
 
 
 def write_results(config: LoraRun) -> None:
-    """The newest adapters as a `peft` folder, merged into the base as a `transformers` folder, and two answers. On the CPU."""
+    """The newest adapters as a `peft` folder, merged into the base for `transformers`, and two answers; on the CPU."""
     torch.set_num_threads(min(16, rt.available_cores()))
     folder = Path(config.run_folder)
     base = load_base(config, torch.float32)
@@ -431,10 +446,11 @@ def write_results(config: LoraRun) -> None:
     merged.to(own_dtype).save_pretrained(folder / "merged")
     tokenizer.save_pretrained(folder / "merged")
     for example in instruction_data.read_examples(config.examples)[1][:2 if config.sample_tokens else 0]:
-        prompt = tokenizer(instruction_data.prompt_text(example.prompt, tokenizer), return_tensors="pt", add_special_tokens=False)
-        tokens = merged.generate(prompt["input_ids"], attention_mask=torch.ones_like(prompt["input_ids"]), do_sample=False,
+        prompt = instruction_data.prompt_text(example.prompt, tokenizer)
+        tokens = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+        longer = merged.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
                                  max_new_tokens=config.sample_tokens, pad_token_id=tokenizer.eos_token_id)
-        answer = tokenizer.decode(tokens[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True)
+        answer = tokenizer.decode(longer[0, tokens.shape[1]:], skip_special_tokens=True)
         print(f"--- {example.prompt}\n    answer: {answer}\n    documentation: {example.response}")
 
 

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from conftest import ROOT, clean_environment
 
-NOTEBOOKS = ("mlp_minimal", "gpt_pretrain", "gpt_resume", "image_classification")
+NOTEBOOKS = ("mlp_minimal", "gpt_pretrain", "gpt_resume", "image_classification", "lora_finetune")
 FOLDER = ROOT / "notebooks"
 
 # What a user in a hurry would edit in the settings cells; everything else stays as it is.
@@ -20,6 +20,7 @@ SHORTENED = {
                      ('ENCODING = "auto"', 'ENCODING = "bytes"')],
     "image_classification": [('data="auto", ', 'data="digits", epochs=2, ')],
     "gpt_resume": [], "mlp_minimal": [("STEPS = 200", "STEPS = 60"), ("PROCESSES = 0", "PROCESSES = 2")],
+    "lora_finetune": [('preset="auto", ', 'preset="tiny", ')],
 }
 
 
@@ -117,7 +118,7 @@ def test_the_order_of_cells_is_the_promised_one(name):
     assert not re.search(r"^\s*(import|from) ", before, re.MULTILINE), "something is imported before the environment is set"
     assert all(text.startswith("%%writefile") for text in code[1:environment])
     folded = {cell.source.split()[1] for cell in read(name).cells if cell.metadata.get("_kg_hide-input")}
-    assert "runtime.py" in folded and not {"train_gpt.py", "train_mlp.py", "resume_gpt.py"} & folded - {"train_gpt.py"}
+    assert "runtime.py" in folded and not {"train_gpt.py", "train_mlp.py", "resume_gpt.py", "train_lora.py"} & folded - {"train_gpt.py"}
 
 
 def test_all_notebooks_run_in_order_in_another_folder_and_leave_the_tree_clean(tmp_path):
@@ -133,19 +134,21 @@ def test_all_notebooks_run_in_order_in_another_folder_and_leave_the_tree_clean(t
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/gpt/log.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(31))
     assert "of 359 images, each counted once" in printed(tmp_path, "image_classification")
-    for name in ("gpt_pretrain", "gpt_resume", "image_classification"):
+    assert "step 6/6" in printed(tmp_path, "lora_finetune")
+    for name in ("gpt_pretrain", "gpt_resume", "image_classification", "lora_finetune"):
         notebook = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4)
         assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
     assert tree() == before
 
 
 REHEARSED = {"image_classification": [('data="auto", ', 'data="digits", epochs=1, width=8, batch=160, '),
-                                      ('platform="auto"', 'platform="virtual-tpu"')]}
+                                      ('platform="auto"', 'platform="virtual-tpu"')],
+             "lora_finetune": [('preset="auto", ', 'preset="tiny", '), ('platform="auto"', 'platform="virtual-tpu"')]}
 
 
 @pytest.mark.parametrize("name", REHEARSED)
 def test_a_notebook_rehearses_on_eight_virtual_devices(tmp_path, name):
-    """One epoch: to see that its cells and modules are complete, not what it learns."""
+    """An epoch or a few steps: to see that its cells and modules are complete, not what it learns."""
     notebook = read(name)
     settings = next(cell for cell in notebook.cells if cell.cell_type == "code")
     for old, new in REHEARSED[name]:
@@ -229,4 +232,4 @@ def test_each_twin_runs_as_a_script(tmp_path, name):
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)
         assert done.returncode == 0, done.stdout
     assert {"mlp_minimal": "all replicas equal", "gpt_pretrain": "step 20/30", "gpt_resume": "step 30/30",
-            "image_classification": "each counted once"}[name] in done.stdout
+            "image_classification": "each counted once", "lora_finetune": "step 6/6"}[name] in done.stdout

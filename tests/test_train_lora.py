@@ -1,4 +1,4 @@
-"""LoRA: the same training on one device and divided over eight, only the adapters change, and the result is a plain model."""
+"""LoRA: the same training on one device and divided over eight, only the adapters change, the result is a plain model."""
 import dataclasses
 import json
 import shutil
@@ -31,18 +31,18 @@ def val_losses(folder) -> list:
 def run(tmp_path_factory):
     """A run of 24 steps on one CPU, through the real launcher; the other tests continue, repeat or read it."""
     folder = tmp_path_factory.mktemp("lora") / "run"
-    return train_lora.launch(train_lora.make_config("tiny", run_folder=str(folder), platform="cpu", max_steps=24, eval_every=12,
-                                                    save_every=12), CPU)
+    return train_lora.launch(train_lora.make_config("tiny", run_folder=str(folder), platform="cpu", max_steps=24,
+                                                    eval_every=12, save_every=12), CPU)
 
 
 def again(run, folder, processes: int = 1, **settings):
     """The same training on the same base model in another folder."""
-    config = train_lora.make_config("tiny", model=str(run / "base"), run_folder=str(folder), platform="cpu", eval_every=12,
-                                    **{"max_steps": 24, "save_every": 12, "sample_tokens": 0, **settings})
+    config = train_lora.make_config("tiny", model=str(run / "base"), run_folder=str(folder), platform="cpu",
+                                    sample_tokens=0, **settings)
     return train_lora.launch(config, rt.Platform("cpu", processes, "test"))
 
 
-# ---- training ----------------------------------------------------------------------------------------------------------
+# ---- training --------------------------------------------------------------------------------------------------------
 
 def test_the_loss_falls_on_answers_that_were_not_trained_on(run):
     first, middle, last = val_losses(run)
@@ -50,22 +50,34 @@ def test_the_loss_falls_on_answers_that_were_not_trained_on(run):
     assert losses(run)[-1] < losses(run)[0] - 0.3
 
 
+@pytest.fixture(scope="module")
+def short(run, tmp_path_factory):
+    """Four steps on the same base, on one device, to be compared with."""
+    return again(run, tmp_path_factory.mktemp("lora") / "short", **SHORT)
+
+
+SHORT = dict(max_steps=4, save_every=4, eval_every=3)
+
+
 @pytest.mark.parametrize("change", [dict(processes=2), dict(recompute=False), dict(micro_batch=8)])
-def test_two_processes_no_recomputation_and_other_micro_batches_train_the_same(run, tmp_path, change):
-    other = again(run, tmp_path / "other", max_steps=3, save_every=3, warmup_steps=2, **change)
-    same = again(run, tmp_path / "same", max_steps=3, save_every=3, warmup_steps=2)
-    assert losses(other) == pytest.approx(losses(same), rel=1e-6) and len(losses(same)) == 3
-    assert val_losses(other) == pytest.approx(val_losses(same), rel=1e-6)
+def test_two_processes_no_recomputation_and_other_micro_batches_train_the_same(run, short, tmp_path, change):
+    other = again(run, tmp_path / "other", **SHORT, **change)
+    assert losses(other) == pytest.approx(losses(short), rel=1e-6) and len(losses(short)) == 4
+    assert val_losses(other) == pytest.approx(val_losses(short), rel=1e-6) and len(val_losses(short)) == 3
 
 
 SHARDED = """
-    import sys, runtime
+    import os, runtime
     platform = runtime.patch_environment("virtual-tpu")
     import torch, torch_xla, train_lora
     from safetensors.torch import load_file
-    config = train_lora.make_config("tiny", model={base!r}, run_folder="sharded", platform="virtual-tpu", precision="fp32",
-                                    max_steps=4, save_every=4, sample_tokens=0)
-    model = train_lora.train_worker(config, sharded=True)
+    os.mkdir("sharded")
+    made, set_up = [], train_lora.set_up
+    train_lora.set_up = lambda *arguments: made.append(set_up(*arguments)) or made[0]
+    config = train_lora.make_config("tiny", model={base!r}, run_folder="sharded", platform="virtual-tpu",
+                                    precision="fp32", max_steps=4, save_every=4, eval_every=3)
+    train_lora.train_worker(config, sharded=True)
+    model = made[0][0]
     held = load_file({base!r} + "/model.safetensors")
     frozen = dict((name.removeprefix("base_model.model.").replace(".base_layer", ""), p)
                   for name, p in model.named_parameters() if not p.requires_grad)
@@ -79,13 +91,12 @@ SHARDED = """
 """
 
 
-def test_divided_over_eight_devices_it_trains_the_same_and_leaves_the_base_alone(run, tmp_path):
+def test_divided_over_eight_devices_it_trains_the_same_and_leaves_the_base_alone(run, short, tmp_path):
     done = run_script(SHARDED.format(base=str(run / "base")), tmp_path)
-    one = again(run, tmp_path / "one", max_steps=4, save_every=4, eval_every=3)
     assert "divided over 8 devices" in done.stdout and "2 x 1 micro-steps x 8 devices" in done.stdout
-    assert losses(tmp_path / "sharded") == pytest.approx(losses(one), rel=1e-6) and len(losses(one)) == 4
-    assert val_losses(tmp_path / "sharded") == pytest.approx(val_losses(one), rel=1e-6)
-    sharded, whole = ckpt.find_newest(tmp_path / "sharded").model(), ckpt.find_newest(one).model()
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(short), rel=1e-6)
+    assert val_losses(tmp_path / "sharded") == pytest.approx(val_losses(short), rel=1e-6)
+    sharded, whole = ckpt.find_newest(tmp_path / "sharded").model(), ckpt.find_newest(short).model()
     assert all(name.endswith("weight") and "lora_" in name for name in whole)
     for name, tensor in whole.items():
         torch.testing.assert_close(sharded[name], tensor, atol=2e-5, rtol=1e-4)
@@ -99,7 +110,8 @@ def test_a_run_that_lost_its_last_steps_goes_on_exactly(run, tmp_path):
     folder = tmp_path / "continued"
     shutil.copytree(run, folder)
     shutil.rmtree(folder / "step_00000024")
-    changes = dict(run_folder=str(folder), resume_from=str(folder), platform="cpu", max_steps=24, eval_every=12, save_every=12)
+    changes = dict(run_folder=str(folder), resume_from=str(folder), platform="cpu", max_steps=24, eval_every=12,
+                   save_every=12)
     with pytest.raises(UserError, match=r"cannot change rank \(4 -> 2\)"):
         train_lora.launch(train_lora.make_config("tiny", rank=2, **changes), CPU)
     train_lora.launch(train_lora.make_config("tiny", **changes), CPU)
@@ -110,7 +122,7 @@ def test_a_run_that_lost_its_last_steps_goes_on_exactly(run, tmp_path):
             assert torch.equal(getattr(mine, part)()[name], tensor), name
 
 
-# ---- what it leaves ----------------------------------------------------------------------------------------------------
+# ---- what it leaves --------------------------------------------------------------------------------------------------
 
 def test_the_merged_model_is_a_plain_one_with_the_logits_of_base_and_adapter(run):
     import peft
@@ -140,7 +152,7 @@ def test_the_merged_model_has_the_validation_loss_that_the_log_says(run):
     assert (each * learned.flatten()).sum() / learned.sum() == pytest.approx(val_losses(run)[-1], rel=1e-5)
 
 
-# ---- examples and mistakes ---------------------------------------------------------------------------------------------
+# ---- examples and mistakes -------------------------------------------------------------------------------------------
 
 def test_only_the_answer_is_learned_and_rows_are_filled_or_cut(run):
     from transformers import AutoTokenizer
@@ -161,8 +173,8 @@ def test_the_library_documents_thousands_of_functions_and_each_is_on_one_side():
     train, val = data.read_examples("stdlib")
     assert len(train) > 1500 and 0.05 < len(val) / len(train) < 0.2
     assert not {e.prompt for e in train} & {e.prompt for e in val}
-    assert data.Example("What does textwrap.dedent do?", "Remove any common leading whitespace from every line in `text`.") \
-        in train + val
+    answer = next(e.response for e in train + val if e.prompt == "What does textwrap.dedent do?")
+    assert answer.startswith("Remove any common leading whitespace")
 
 
 @pytest.mark.parametrize("line", ['{"prompt": "a"}', '{"prompt": "a", "response": " "}', "[1]", "not json"])
@@ -175,7 +187,8 @@ def test_a_line_that_is_no_example_is_named(tmp_path, line):
 @pytest.mark.parametrize("settings, words", [
     (dict(batch=10), "batch=10 cannot be shared equally by 1 devices that take micro_batch=4 at a time: use 8 and 12"),
     (dict(examples="nothing.jsonl"), "nothing.jsonl cannot be read"), (dict(rank=0), "rank=0 must be at least 1"),
-    (dict(resume_from="nowhere"), "nowhere holds no usable checkpoint"), (dict(model="no/such/folder"), "no/such/folder"),
+    (dict(resume_from="nowhere"), "nowhere holds no usable checkpoint"),
+    (dict(model="no/such/folder"), "no/such/folder' is not the folder of a model"),
 ])
 def test_a_mistake_is_refused_in_one_sentence_before_anything_is_written(tmp_path, monkeypatch, settings, words):
     monkeypatch.chdir(tmp_path)

@@ -282,14 +282,17 @@ BACKWARD = "_backward"        # XLA replaces other signs
 def trace(request: dict, folder: Path) -> None:
     """Run the template's worker under a tracer; write programs.json and the HLO files. Runs in a child process."""
     chip = CHIPS[request["chip"]]
-    rt.patch_environment("xla-cpu")
+    divided = is_divided(request["template"], chip)
+    os.environ["VIRTUAL_TPU_DEVICES"] = str(chip.replicas)
+    rt.patch_environment("virtual-tpu" if divided else "xla-cpu")
     os.environ["XLA_ALWAYS_ALLREDUCE"] = "1"        # torch_xla leaves reductions out where it sees one device
     os.environ["XLA_HLO_DEBUG"] = "1"               # names in the program
     import torch_xla
+    rt.Mesh(divided)        # before anything is on the device
     tracer = Tracer(folder)
     if request["names"]:
         name_modules(tracer)
-    rt.Runtime = preflight_runtime(chip, tracer)
+    rt.Runtime = preflight_runtime(dataclasses.replace(chip, replicas=1) if divided else chip, tracer)
     worker, arguments, facts = TEMPLATES[request["template"]](request["settings"], chip, folder)
     with contextlib.suppress(Caught):
         worker(*arguments)
@@ -374,7 +377,48 @@ def images_template(settings: dict, chip: Chip, folder: Path):
                                                       micro_batch=share, micro_steps=1)
 
 
-TEMPLATES = {"gpt": gpt_template, "mlp": mlp_template, "images": images_template}
+# Llama 3.2 1B, as its published config.json has it.
+LLAMA_1B = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+                num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, tie_word_embeddings=True)
+
+
+def lora_template(settings: dict, chip: Chip, folder: Path):
+    """train_lora's worker on a model without content: Llama 3.2 1B, or the geometry of the folder `model`."""
+    import instruction_data
+    import numpy as np
+    import torch
+    import train_lora
+    import transformers
+    model = settings.pop("model", "")
+    geometry = transformers.AutoConfig.from_pretrained(model) if model else transformers.LlamaConfig(**LLAMA_1B)
+    geometry.use_cache = False
+    config = dataclasses.replace(train_lora.make_config(settings.pop("preset", "llama"), **settings), model="none",
+                                 run_folder=str(folder / "run"), eval_examples=1)
+    micro_steps = train_lora.count_micro_steps(config, chip.replicas)
+    (folder / "run").mkdir()
+
+    def load_base(config, dtype, attn_implementation, **_):
+        with torch.device("meta"):
+            base = transformers.AutoModelForCausalLM.from_config(geometry, attn_implementation=attn_implementation)
+        base = base.to(dtype).to_empty(device="cpu")
+        base.tie_weights()
+        return base
+
+    rows = instruction_data.Rows(np.zeros((config.batch, config.T + 1), np.int32), np.ones((config.batch, config.T),
+                                 np.float32), 0)
+    train_lora.load_base, train_lora.load_rows = load_base, lambda config: (rows, rows, None)
+    size = sum(p.numel() for p in load_base(config, torch.bfloat16, "eager").parameters())
+    return train_lora.train_worker, (config, chip.replicas > 1), dict(
+        tokens_per_step=config.batch * config.T, flops_per_token=4 * size, micro_batch=config.micro_batch,
+        micro_steps=micro_steps, parameters=size)
+
+
+TEMPLATES = {"gpt": gpt_template, "mlp": mlp_template, "images": images_template, "lora": lora_template}
+
+
+def is_divided(template: str, chip: Chip) -> bool:
+    """Whether one process drives all chips of the slice (SPMD): one replica in many partitions, not the other way round."""
+    return template == "lora" and chip.replicas > 1
 
 
 # ---- second child: the TPU's compiler --------------------------------------------------------------------------------
@@ -391,7 +435,7 @@ def compile_programs(request: dict, folder: Path) -> None:
     Stops at the first that does not fit: it is the answer, and each further one would take minutes.
     """
     chip = CHIPS[request["chip"]]
-    compiler = Compiler(chip)
+    compiler = Compiler(chip, request["divided"])
     for name in request["files"]:
         (folder / "now.txt").write_text(request["kinds"][name])
         report = compiler.compile((folder / name).read_bytes(), request["donated"][name], folder / f"{name}.txt")
@@ -405,7 +449,7 @@ def compile_programs(request: dict, folder: Path) -> None:
 class Compiler:
     """libtpu's compiler for a chip that is only described."""
 
-    def __init__(self, chip: Chip):
+    def __init__(self, chip: Chip, divided: bool = False):
         import numpy as np
         from jax._src.lib import xla_client
         from jax.experimental import topologies
@@ -413,9 +457,11 @@ class Compiler:
         bounds = {} if chip.replicas > 1 else dict(chips_per_host_bounds=chip.host_bounds)
         self.devices = tuple(topologies.get_topology_desc(chip.topology, platform="tpu", **bounds).devices[:chip.replicas])
         self.options = xla_client.CompileOptions()
-        self.options.num_replicas, self.options.num_partitions = chip.replicas, 1
+        shape = (1, chip.replicas) if divided else (chip.replicas, 1)
+        self.options.num_replicas, self.options.num_partitions = shape
+        self.options.executable_build_options.use_spmd_partitioning = divided
         self.options.device_assignment = xla_client.DeviceAssignment.create(
-            np.array([[d.id] for d in self.devices], dtype=np.int32))
+            np.array([d.id for d in self.devices], dtype=np.int32).reshape(shape))
 
     def compile(self, hlo: bytes, donated: list, text_file: Path) -> dict:
         """Memory of the compiled program, or {'error': the compiler's words}; the scheduled program goes to text_file."""
@@ -716,7 +762,7 @@ def preflight(template: str, chip_name: str, settings: dict, say=lambda line: No
         wanted = [p for p in traced["programs"] if p["per_step"] or evaluation and p["kind"] == "evaluation"]
         wanted.sort(key=lambda p: p["kind"] != "optimizer step")    # the fullest first
         say(f"preflight: {len(wanted)} programs go to the TPU compiler, each takes up to several minutes")
-        request = dict(chip=chip_name, files=[p["file"] for p in wanted], kinds={p["file"]: p["kind"] for p in wanted},
+        request = dict(chip=chip_name, divided=is_divided(template, chip), files=[p["file"] for p in wanted], kinds={p["file"]: p["kind"] for p in wanted},
                        donated={p["file"]: p["donated"] for p in wanted},
                        environment=dict(LIBTPU_INIT_ARGS=traced["flags"], TPU_ACCELERATOR_TYPE=chip.accelerator))
         run_child("compile", request, folder, say)
@@ -835,6 +881,8 @@ def show_speed(report: dict, chip: Chip) -> list:
              f"  reduced  {report['reductions']} reduction{'s' * (report['reductions'] != 1)} of together"
              f" {size_text(report['reduced_bytes'])} a step, counted as {report['reducing_ms']:.1f} ms of it at"
              f" {chip.link_bytes / 1e9:.0f} GB/s a link and way"]
+    if is_divided(report["template"], chip):
+        lines.append("  gathers  of the divided weights are not in these times: the compiler does not time them")
     if report["kernel_ms"]:
         lines.append(f"  kernels  {report['kernel_ms']:.1f} ms of it in attention kernels, which the compiler does not time:"
                      f" their flops at {KERNEL_EFFICIENCY:.0%} of the peak, less for heads narrower than 128")
@@ -932,6 +980,11 @@ def template_settings(template: str, words: list) -> dict:
         from settings import settings_from_command_line
         settings = settings_from_command_line(train_images.ImageConfig, train_images.PRESETS, train_images.__doc__, words)
         return {**settings, "preset": "resnet18" if settings.get("preset", "auto") == "auto" else settings["preset"]}
+    if template == "lora":
+        import train_lora
+        from settings import settings_from_command_line
+        settings = settings_from_command_line(train_lora.LoraRun, train_lora.PRESETS, train_lora.__doc__, words)
+        return {**settings, "preset": "llama" if settings.get("preset", "auto") == "auto" else settings["preset"]}
     import train_mlp
     fields = {f.name: type(f.default) for f in dataclasses.fields(train_mlp.MLPConfig)}
     parser = argparse.ArgumentParser()

@@ -357,3 +357,17 @@ if __name__ == "__main__":
     figures = summary(preflight.preflight("gpt", "v5e-8", SMALL, print))
     GOLDEN.write_text(json.dumps(figures, indent=1) + "\n")
     print(f"wrote {GOLDEN}")
+
+
+def test_lora_is_one_replica_in_eight_partitions_whose_weights_are_gathered(tmp_path):
+    import train_lora
+    from transformers import LlamaConfig
+    LlamaConfig(**{**train_lora.SMALL_LLAMA, "hidden_size": 256, "vocab_size": 4096}).save_pretrained(tmp_path / "model")
+    report = preflight.preflight("lora", "v5e-8", dict(preset="tiny", model=str(tmp_path / "model")), evaluation=False,
+                                 names=False, keep=tmp_path / "kept")
+    step = next(program for program in report["programs"] if program["kind"] == "micro-step")
+    frozen = report["dtypes"]["parameters"]["bfloat16"]
+    assert report["fits"] and step["arguments_gib"] * 2 ** 30 < frozen, "each chip holds the whole base"
+    assert set(report["dtypes"]["optimizer state"]) == {"float32"} and set(step["dots"]) == {"bf16 x bf16 -> bf16"}
+    text = next(path.read_text() for path in (tmp_path / "kept").glob("*.hlo.txt") if "all-gather" in path.read_text())
+    assert "num_partitions=8" in text

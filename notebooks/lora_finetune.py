@@ -81,6 +81,9 @@ runtime.install_missing("peft", "safetensors")      # not on the TPU images; not
 # %%
 # %%writefile telemetry.py
 
+# %%
+# %%writefile doctor.py
+
 # %% [markdown]
 # Prompts and answers, as rows of one fixed length:
 

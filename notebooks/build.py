@@ -18,10 +18,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 READMES = (ROOT / "README.md", ROOT / "README.zh.md")
 REPOSITORY = HERE / "repository.txt"
-NOTEBOOKS = ("mlp_minimal", "gpt_pretrain", "gpt_resume", "image_classification", "lora_finetune")
+NOTEBOOKS = ("mlp_minimal", "gpt_pretrain", "gpt_resume", "image_classification", "lora_finetune",
+             "text_classifier")
 MODULE_FOLDERS = (ROOT / "py", ROOT / "data_prep")
 SHOWN_MODULES = ("train_gpt.py", "train_mlp.py", "resume_gpt.py", "train_images.py",
-                 "train_lora.py")      # the training scripts; the others are folded
+                 "train_lora.py", "train_classifier.py")      # the training scripts; the others are folded
 
 # What Kaggle and Colab read. The names that Kaggle itself writes for a TPU are not documented: the text of each notebook
 # also tells the reader what to choose.

@@ -275,7 +275,7 @@ def size_text(size: float) -> str:
 def unused_run_folder(wanted: str | Path) -> Path:
     """`wanted`, or `wanted-2`, ... when it holds what a run kept: a second run never writes over the first."""
     folder, number = Path(wanted), 1
-    while any(folder.glob("step_*")) or (folder / "best").exists() or (folder / MODEL).exists():
+    while any(folder.glob("step_*")) or (folder / "best").exists() or any(folder.glob("model*")):
         number += 1
         folder = Path(f"{wanted}-{number}")
     if number > 1:

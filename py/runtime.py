@@ -538,6 +538,25 @@ class Runtime:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
+    def place(self, model):
+        """The model on this rank's device. Weights that are one tensor under several names stay one.
+
+        A move to XLA makes a new parameter for each name: a tied head would train on its own from then on, silently.
+        """
+        names, kept = {}, []
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+            kept.append(parameter)      # its id must not be given to another
+        model.to(self.device)
+        for first, *others in names.values():
+            for name in others:
+                module, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(module), attribute, model.get_parameter(first))
+        if len(list(model.parameters())) != len(names):
+            raise RuntimeError(f"{len(names)} weights became {len(list(model.parameters()))} on the device: some that were"
+                               " tied no longer are")
+        return model
+
     def seed(self, *numbers: int) -> None:
         """Set the random state as a function of the numbers alone: no generator state needs saving."""
         import torch

@@ -20,6 +20,7 @@ A rank that does not come, that has finished, or that brings another program tha
 all ranks: it names every party, its sync number and its source line.
 """
 import atexit
+import copy
 import gc
 import os
 import random
@@ -357,7 +358,7 @@ class RehearsedWorker:
         conductor = _conductor
         conductor.begin(xr.global_ordinal())
         try:
-            result = self.worker(*args)
+            result = self.worker(*copy.deepcopy(args))    # a process has its own: of a model built before, for one
         except BaseException as error:
             if not isinstance(error, LeftCommonPath):
                 state = f"raised {type(error).__name__} ({first_line(error)}) at {raised_at(error)}"

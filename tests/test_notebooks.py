@@ -11,7 +11,8 @@ import nbformat
 import pytest
 from conftest import ROOT, clean_environment
 
-NOTEBOOKS = ("mlp_minimal", "gpt_pretrain", "gpt_resume", "image_classification", "lora_finetune")
+NOTEBOOKS = ("mlp_minimal", "gpt_pretrain", "gpt_resume", "image_classification", "lora_finetune",
+             "text_classifier")
 FOLDER = ROOT / "notebooks"
 
 # What a user in a hurry would edit in the settings cells; everything else stays as it is.
@@ -19,6 +20,7 @@ SHORTENED = {
     "gpt_pretrain": [('preset="auto", ', 'preset="tiny", stop_at=20, '), ('DATA = "auto"', 'DATA = "texts"'),
                      ('ENCODING = "auto"', 'ENCODING = "bytes"')],
     "image_classification": [('data="auto", ', 'data="digits", epochs=2, ')],
+    "text_classifier": [('preset="auto", ', 'preset="small", epochs=1, batch=160, T=16, ')],
     "gpt_resume": [], "mlp_minimal": [("STEPS = 200", "STEPS = 60"), ("PROCESSES = 0", "PROCESSES = 2")],
     "lora_finetune": [('preset="auto", ', 'preset="tiny", ')],
 }
@@ -134,8 +136,9 @@ def test_all_notebooks_run_in_order_in_another_folder_and_leave_the_tree_clean(t
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/gpt/log.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(31))
     assert "of 359 images, each counted once" in printed(tmp_path, "image_classification")
+    assert "of 800 texts, each counted once" in printed(tmp_path, "text_classifier")
     assert "step 6/6" in printed(tmp_path, "lora_finetune")
-    for name in ("gpt_pretrain", "gpt_resume", "image_classification", "lora_finetune"):
+    for name in ("gpt_pretrain", "gpt_resume", "image_classification", "lora_finetune", "text_classifier"):
         notebook = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4)
         assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
     assert tree() == before
@@ -143,7 +146,9 @@ def test_all_notebooks_run_in_order_in_another_folder_and_leave_the_tree_clean(t
 
 REHEARSED = {"image_classification": [('data="auto", ', 'data="digits", epochs=1, width=8, batch=160, '),
                                       ('platform="auto"', 'platform="virtual-tpu"')],
-             "lora_finetune": [('preset="auto", ', 'preset="tiny", '), ('platform="auto"', 'platform="virtual-tpu"')]}
+             "lora_finetune": [('preset="auto", ', 'preset="tiny", '), ('platform="auto"', 'platform="virtual-tpu"')],
+             "text_classifier": [('preset="auto", ', 'preset="small", epochs=1, batch=400, T=16, '),
+                                 ('platform="auto"', 'platform="virtual-tpu"')]}
 
 
 @pytest.mark.parametrize("name", REHEARSED)
@@ -232,4 +237,5 @@ def test_each_twin_runs_as_a_script(tmp_path, name):
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)
         assert done.returncode == 0, done.stdout
     assert {"mlp_minimal": "all replicas equal", "gpt_pretrain": "step 20/30", "gpt_resume": "step 30/30",
-            "image_classification": "each counted once", "lora_finetune": "step 6/6"}[name] in done.stdout
+            "image_classification": "each counted once", "lora_finetune": "step 6/6",
+            "text_classifier": "each counted once"}[name] in done.stdout

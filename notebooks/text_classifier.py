@@ -112,6 +112,7 @@ runtime.install_missing("safetensors")      # not on every image; nothing else i
 # ## The model
 #
 # Built once, here, and shared by the processes of the launch: eight copies of a model fill a host's memory, one does not.
+# Measured on a CPU with BERT-base in four processes: 2.8 GB when each builds it, 1.0 GB shared (`bench/shared_model_memory.py`).
 
 # %%
 train_classifier = runtime.load_fresh("train_classifier")       # the file as it is now, not as the kernel remembers it

@@ -3,6 +3,7 @@
     python py/preflight.py --preset gpt2-124m --chip v5e-8                  # any setting of train_gpt.py may follow
     python py/preflight.py --preset gpt2-124m --chip v5e-8 --search         # the largest micro_batch that fits
     python py/preflight.py --template mlp --chip v5e-8 --json report.json
+    python py/preflight.py --template images --chip v5e-8                   # ResNet-18; --template classifier: BERT-base
 
 It needs jax, jaxlib and libtpu at the versions that torch_xla names for its TPU extras, and no TPU. Two child
 processes do the work. The first runs the template's own train_worker on XLA's CPU backend with a runtime that believes
@@ -377,6 +378,32 @@ def images_template(settings: dict, chip: Chip, folder: Path):
                                                       micro_batch=share, micro_steps=1)
 
 
+def classifier_template(settings: dict, chip: Chip, folder: Path):
+    """train_classifier's worker on BERT-base's geometry, or a folder's, and tokens without content: one rank's share."""
+    import classification
+    import numpy as np
+    import text_data
+    import train_classifier
+    from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig
+    config = dataclasses.replace(train_classifier.make_config(settings.pop("preset", "bert-base"), **settings), data="none",
+                                 epochs=STEPS_SEEN + 1, run_folder=str(folder / "run"), processes=0)
+    share = config.batch // chip.replicas
+    texts = text_data.TextSet(("",) * share, np.zeros(share, np.int64), ("no", "yes"), "none")
+    tokens = train_classifier.Texts.__new__(train_classifier.Texts)
+    tokens.arrays = dict(input_ids=np.zeros((share, config.T), np.int32),
+                         attention_mask=np.ones((share, config.T), np.int32), labels=texts.labels)
+    text_data.load = lambda *which: (texts, texts)
+    train_classifier.load_texts = lambda config: (tokens, tokens)
+    classification.check_each_seen_once = lambda seen: None     # nothing comes back from a device that is only described
+    (folder / "run").mkdir()
+    train_classifier.register_attention()
+    geometry = AutoConfig.from_pretrained(config.model) if Path(config.model).is_dir() else BertConfig()
+    model = AutoModelForSequenceClassification.from_config(geometry, attn_implementation=train_classifier.ATTENTION)
+    facts = dict(tokens_per_step=config.batch, flops_per_token=train_classifier.flops_per_text(model, config.T),
+                 unit="texts", micro_batch=share, micro_steps=1)
+    return train_classifier.train_worker, (config, model), facts
+
+
 # Llama 3.2 1B, as its published config.json has it.
 LLAMA_1B = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
                 num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, tie_word_embeddings=True)
@@ -413,7 +440,8 @@ def lora_template(settings: dict, chip: Chip, folder: Path):
         micro_steps=micro_steps, parameters=size)
 
 
-TEMPLATES = {"gpt": gpt_template, "mlp": mlp_template, "images": images_template, "lora": lora_template}
+TEMPLATES = {"gpt": gpt_template, "mlp": mlp_template, "images": images_template, "classifier": classifier_template,
+             "lora": lora_template}
 
 
 def is_divided(template: str, chip: Chip) -> bool:
@@ -975,11 +1003,14 @@ def template_settings(template: str, words: list) -> dict:
     if template == "gpt":
         settings = train_gpt.settings_from_command_line(words)
         return {**settings, "preset": "gpt2-124m" if settings.get("preset", "auto") == "auto" else settings["preset"]}
-    if template == "images":
+    if template in ("images", "classifier"):
+        import train_classifier
         import train_images
         from settings import settings_from_command_line
-        settings = settings_from_command_line(train_images.ImageConfig, train_images.PRESETS, train_images.__doc__, words)
-        return {**settings, "preset": "resnet18" if settings.get("preset", "auto") == "auto" else settings["preset"]}
+        kind, presets, default = ((train_images.ImageConfig, train_images.PRESETS, "resnet18") if template == "images" else
+                                  (train_classifier.ClassifierConfig, train_classifier.PRESETS, "bert-base"))
+        settings = settings_from_command_line(kind, presets, __doc__, words)
+        return {**settings, "preset": default if settings.get("preset", "auto") == "auto" else settings["preset"]}
     if template == "lora":
         import train_lora
         from settings import settings_from_command_line

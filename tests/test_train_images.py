@@ -334,3 +334,16 @@ def test_the_notebooks_side_by_side_quotes_the_training_script():
         line = next(line for line in script.splitlines() if quoted in line and not line.startswith("def "))
         mark = re.search(r"# (\d+)\. ", line)
         assert mark is None or mark[1] == number, line
+
+
+def test_preflight_sees_one_program_a_step_and_the_evaluation(tmp_path):
+    """The first half of `preflight.py --template images`; the second, the TPU compiler, takes minutes."""
+    run_script("""
+    import preflight
+    from pathlib import Path
+    preflight.trace(dict(template="images", chip="v5e-8", names=True, settings=dict(width=8, stages=2, blocks=1)), Path("."))
+    """, tmp_path)
+    traced = json.loads((tmp_path / "programs.json").read_text())
+    assert [program["per_step"] for program in traced["programs"] if program["kind"] == "optimizer step"] == [1]
+    assert [program["kind"] for program in traced["programs"]].count("evaluation") == 1
+    assert traced["facts"]["micro_batch"] == 128 and traced["facts"]["unit"] == "images"

@@ -42,7 +42,7 @@ class SeededOrder(Sampler):
 
 
 class EachOnce(Dataset):
-    """A dataset, filled up to whole batches for all ranks. `rows` says which row each is; -1: filling, to be left out."""
+    """A dataset, filled up to whole batches for all ranks. `rows` says which row each is; -1: filling, left out."""
 
     def __init__(self, dataset, batch: int):
         self.dataset, self.length = dataset, -(-len(dataset) // batch) * batch
@@ -57,7 +57,7 @@ class EachOnce(Dataset):
 
 
 def train_loader(dataset, batch: int, runtime: rt.Runtime, seed: int) -> DataLoader:
-    """Batches of `batch` examples over all ranks, of which this rank gets its equal share. Call set_epoch before each pass.
+    """Batches of `batch` examples over all ranks, of which this rank gets its share. Call set_epoch before each pass.
 
     drop_last: a smaller last batch would be another shape, and on a TPU another compilation.
     """
@@ -140,7 +140,8 @@ def draw_confusion(folder: str | Path, matrix: np.ndarray, names: tuple, title: 
             axes.text(column, row, f"{count}", ha="center", va="center", fontsize=8,
                       color="white" if shares[row, column] > 0.5 else "black")
     axes.set(xticks=range(len(names)), yticks=range(len(names)), xlabel="predicted", ylabel="true", title=title)
-    axes.set_xticklabels(names, rotation=45 if max(map(len, names)) > 2 else 0, ha="right" if max(map(len, names)) > 2 else "center")
+    long = max(map(len, names)) > 2
+    axes.set_xticklabels(names, rotation=45 if long else 0, ha="right" if long else "center")
     axes.set_yticklabels(names)
     figure.colorbar(picture, ax=axes, fraction=0.046, label="share of the true class")
     return telemetry.save_figure(figure, Path(folder) / "confusion.png")

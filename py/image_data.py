@@ -91,17 +91,19 @@ def read_files(path: Path) -> dict:
         raise UserError(f"data={str(path)!r} does not exist: {WANTED}.")
     try:
         with tarfile.open(path) as archive:
-            members = [m for m in archive.getmembers() if m.isfile() and Path(m.name).name in wanted]
+            members = [member for member in archive.getmembers()
+                       if member.isfile() and Path(member.name).name in wanted]
             return {Path(m.name).name: archive.extractfile(m).read() for m in members}
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise UserError(f"{path} cannot be read as an archive ({first_line(error)}): was it cut off on the way? {WANTED}.") from None
+        raise UserError(f"{path} cannot be read as an archive ({first_line(error)}): was it cut off on the way?"
+                        f" {WANTED}.") from None
 
 
 class ArrayUnpickler(pickle.Unpickler):
     """Reads plain values and NumPy arrays, and nothing else: a pickle may otherwise run any code."""
 
-    ALLOWED = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"), ("numpy", "ndarray"),
-               ("numpy", "dtype"), ("_codecs", "encode")}
+    ALLOWED = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
+               ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
 
     def find_class(self, module, name):
         if (module, name) not in self.ALLOWED:
@@ -130,7 +132,8 @@ def read_batch(path: Path, name: str, files: dict, classes: int) -> tuple:
             and isinstance(labels, list) and len(labels) == len(images)
             and all(type(label) is int and 0 <= label < classes for label in labels))
     if not good:
-        raise UserError(f"{path}: {name} does not hold rows of 3,072 bytes with a label below {classes} each; {WANTED}.")
+        raise UserError(f"{path}: {name} does not hold rows of 3,072 bytes with a label below {classes} each;"
+                        f" {WANTED}.")
     return images.reshape(-1, 3, 32, 32), np.array(labels, dtype=np.int64)
 
 

@@ -37,7 +37,7 @@ class TextSet:
 
 @functools.cache        # read once, by the process that launches: forked workers share its memory
 def load(data: str = "docstrings", test_data: str = "") -> tuple[TextSet, TextSet]:
-    """(training set, test set). data: 'docstrings' or a table; test_data: a table too, or '' to hold out a fifth of data.
+    """(training set, test set). data: 'docstrings' or a table; test_data: a table too, or '' to hold out a fifth.
 
     Raises UserError for a file that is not such a table.
     """
@@ -46,7 +46,9 @@ def load(data: str = "docstrings", test_data: str = "") -> tuple[TextSet, TextSe
     parts = ([row[:2] for row in rows if not row[2]], [row[:2] for row in rows if row[2]])
     if test_data:
         parts = ([row[:2] for row in rows], [row[:2] for row in read_table(Path(test_data))])
-    names = PACKAGES if data == "docstrings" else tuple(sorted({row[1] for row in rows}, key=lambda name: (len(name), name)))
+    names = tuple(sorted({row[1] for row in rows}, key=lambda name: (len(name), name)))
+    if data == "docstrings":
+        names = PACKAGES
     if unknown := {label for _, label in parts[1]} - set(names):
         raise UserError(f"{test_data or data}: the test texts have a label that the training texts lack,"
                         f" {sorted(unknown)[0]!r}: correct it, or leave these texts out.")
@@ -81,7 +83,8 @@ def read_table(path: Path) -> list:
     for number, record in enumerate(records, 1):
         values = [record.get(name) if isinstance(record, dict) else None for name in ("text", "label")]
         if any(value in (None, "") for value in values):
-            raise UserError(f"{path}: record {number} has no text or no label; the columns must be called text and label.")
+            raise UserError(f"{path}: record {number} has no text or no label; the columns must be called text and"
+                            " label.")
         text, label = map(str, values)
         rows.append((text, label, share(text) < FOR_TEST))
     return rows
@@ -92,8 +95,8 @@ def read_table(path: Path) -> list:
 def docstring_rows() -> list:
     """[(first sentence of a docstring, its package, whether held out for the test)], equally many of each package.
 
-    A whole file is held out or none of it, so that near copies of a sentence are on one side. Sentences that name one of
-    the packages are left out: they would be no question.
+    A whole file is held out or none of it, so that near copies of a sentence are on one side. Sentences that name a
+    package are left out: they would be no question.
     """
     rows, seen = [], set()
     for package in PACKAGES:
@@ -108,7 +111,7 @@ def docstring_rows() -> list:
             if all(len(found[side]) >= wanted[side] for side in found):
                 break
         if not all(found.values()):
-            raise UserError(f"data='docstrings': the installed {package} carries no docstrings: give a table of your own.")
+            raise UserError(f"data='docstrings': the installed {package} has no docstrings: give a table.")
         rows += [(text, package, side) for side in found for text in found[side][:wanted[side]]]
     return rows
 
@@ -117,7 +120,7 @@ PACKAGE_NAME = re.compile("|".join((*PACKAGES, "pyplot", r"\bnp\b", r"\bplt\b"))
 
 
 def source_files(package: str) -> list:
-    """The .py files of a package ('python': the standard library), tests left out, in an order that mixes the folders."""
+    """The .py files of a package ('python': the standard library), without tests, in an order that mixes folders."""
     origin = Path(importlib.util.find_spec("json" if package == "python" else package).origin)
     root = origin.parents[1] if package == "python" else origin.parent
     names = [path.relative_to(root) for path in root.rglob("*.py")]

@@ -47,9 +47,9 @@ SMALL = "small"         # the model that is built on the spot
 @dataclass(frozen=True)
 class ClassifierConfig:
     """Every setting of a run. The defaults are BERT-base, for a TPU v5e-8."""
-    data: str = "docstrings"            # a csv, tsv or jsonl file with text and label; docstrings: sentences on this machine
+    data: str = "docstrings"            # a csv, tsv or jsonl file with text and label; docstrings: on every machine
     test_data: str = ""                 # a file too; "": a fifth of data is held out
-    model: str = "google-bert/bert-base-uncased"    # a name on the Hub, a folder, or small: built here, without a network
+    model: str = "google-bert/bert-base-uncased"    # a name on the Hub, a folder, or small: built here, no network
     run_folder: str = "runs/classifier"     # everything the run produces; an existing run is never overwritten
 
     T: int = 128                        # tokens of a text: every text is filled up or cut to this length
@@ -73,7 +73,8 @@ class ClassifierConfig:
         check_ranges(self, {8: ("T",), 1: ("batch", "epochs", "log_every"), 0: ("weight_decay", "seed", "processes")})
         require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be above 0.")
         require(self.clip_norm > 0, f"clip_norm={self.clip_norm} must be above 0.")
-        require(0 <= self.warmup_fraction < 1, f"warmup_fraction={self.warmup_fraction} must be at least 0 and below 1.")
+        require(0 <= self.warmup_fraction < 1,
+                f"warmup_fraction={self.warmup_fraction} must be at least 0 and below 1.")
 
 
 PRESETS = {
@@ -84,13 +85,13 @@ PRESETS = {
 
 
 def make_config(preset: str = "auto", **settings) -> ClassifierConfig:
-    """A ClassifierConfig from a preset and settings that replace parts of it; 'auto': BERT on a TPU or GPU, else small."""
+    """A ClassifierConfig from a preset and settings that replace parts of it; 'auto': BERT except on a CPU."""
     if preset == "auto":
         preset = "bert-base" if rt.detect_platform(settings.get("platform", "auto")).name in ("tpu", "gpu") else "small"
     return template_settings.make_config(ClassifierConfig, PRESETS, preset, settings)
 
 
-# ---- the model and its tokens ------------------------------------------------------------------------------------------
+# ---- the model and its tokens ----------------------------------------------------------------------------------------
 
 @functools.cache
 def load_tokenizer(config: ClassifierConfig):
@@ -123,8 +124,9 @@ def build_model(config: ClassifierConfig):
     register_attention()
     if config.model == SMALL:
         geometry = transformers.BertConfig(
-            vocab_size=len(load_tokenizer(data_config(config))), hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=256, max_position_embeddings=config.T, attn_implementation=ATTENTION, **labels)
+            vocab_size=len(load_tokenizer(data_config(config))), hidden_size=128, num_hidden_layers=2,
+            num_attention_heads=2, intermediate_size=256, max_position_embeddings=config.T,
+            attn_implementation=ATTENTION, **labels)
         return transformers.BertForSequenceClassification(geometry)
     model = from_hub(transformers.AutoModelForSequenceClassification, config.model, dtype=torch.float32,
                      attn_implementation=ATTENTION, **labels)
@@ -155,7 +157,7 @@ def whole_mask(*arguments, **named):
 
 
 def attention_with_whole_mask(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
-    """(B, heads, T, d), keys and values with as many heads or fewer -> (B, T, heads, d) and the weights. Softmax in fp32."""
+    """(B, heads, T, d), keys and values with as many heads or fewer -> (B, T, heads, d), weights. Softmax in fp32."""
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     scores = (query @ key.transpose(2, 3)).float() * (scaling or query.shape[-1] ** -0.5)
     weights = scores.masked_fill(~attention_mask, torch.finfo(torch.float32).min).softmax(-1).to(value.dtype)
@@ -167,17 +169,18 @@ def from_hub(kind, name: str, **options):
     """kind.from_pretrained(name), whose many ways to fail become one sentence."""
     try:
         return kind.from_pretrained(name, **options)
-    except Exception as error:      # a missing folder, no network, a kind of model without a classifier, a damaged file
+    except Exception as error:      # no such folder, no network, a kind of model without a classifier, a damaged file
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-        raise UserError(f"model={name!r} cannot be loaded ({reason}): give the folder of a model that transformers saved,"
-                        " or its name on the Hub with the session's Internet switched on, or model='small'.") from None
+        raise UserError(f"model={name!r} cannot be loaded ({reason}): give the folder of a model that transformers"
+                        " saved, its name on the Hub with the session's Internet switched on, or model='small'.") from None
 
 
 class Texts(Dataset):
     """Batches of a TextSet as tokens, all of length T."""
 
     def __init__(self, text_set: text_data.TextSet, tokenizer, T: int):
-        encoded = tokenizer(list(text_set.texts), padding="max_length", truncation=True, max_length=T, return_tensors="np")
+        encoded = tokenizer(list(text_set.texts), padding="max_length", truncation=True, max_length=T,
+                            return_tensors="np")
         self.arrays = dict(input_ids=encoded["input_ids"].astype(np.int32),
                            attention_mask=encoded["attention_mask"].astype(np.int32), labels=text_set.labels)
 
@@ -233,7 +236,7 @@ def train_worker(config: ClassifierConfig, model=None) -> None:
                 heartbeat.report(f"step {step + 1}" + (", the first, is compiled: a minute or two on a TPU"
                                                        if runtime.is_xla and step == 0 else ""))
                 runtime.seed(config.seed, step, runtime.rank)       # dropout
-                rate = warmup_cosine(step, config.learning_rate, int(config.warmup_fraction * last_step), last_step, 0.0)
+                rate = warmup_cosine(step, config.learning_rate, int(config.warmup_fraction * last_step), last_step, 0)
                 set_learning_rate(optimizer, rate, runtime.device)
                 with runtime.autocast():
                     logits = logits_of(batch)
@@ -279,18 +282,18 @@ def flops_per_text(model, T: int) -> float:
 def describe_run(config: ClassifierConfig, runtime: rt.Runtime, model, train_set, test_set, last_step: int) -> None:
     commonest = np.bincount(test_set.labels).max() / len(test_set)
     runtime.print(
-        f"model: {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters, {len(train_set.names)}"
-        f" classes\n"
+        f"model: {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters,"
+        f" {len(train_set.names)} classes\n"
         f"device: {runtime.world_size} x {runtime.device_kind()}; weights and optimizer state fp32, matrix work"
         f" {runtime.precision}, loss fp32\n"
-        f"data: {train_set.source}, {len(train_set):,} training and {len(test_set):,} test texts of {config.T} tokens; the"
-        f" commonest class alone would be right {commonest:.1%} of the time\n"
-        f"batch: {config.batch} texts = {config.batch // runtime.world_size} x {runtime.world_size} processes, in training"
-        f" and in evaluation; {config.epochs} epochs, {last_step} steps")
+        f"data: {train_set.source}, {len(train_set):,} training and {len(test_set):,} test texts of {config.T} tokens;"
+        f" the commonest class alone would be right {commonest:.1%} of the time\n"
+        f"batch: {config.batch} texts = {config.batch // runtime.world_size} x {runtime.world_size} processes, in"
+        f" training and in evaluation; {config.epochs} epochs, {last_step} steps")
 
 
 def save(config: ClassifierConfig, model, result) -> None:
-    """model/ with the tokenizer, for `from_pretrained`, and what it says of each test text. On the main process only."""
+    """model/ with the tokenizer, for `from_pretrained`, and what it says of each test text. On the main process."""
     folder = Path(config.run_folder)
     tensors = {name: ckpt.host_copy(tensor) for name, tensor in model.state_dict().items()}
     model.save_pretrained(folder / ".partial_model", state_dict=tensors)
@@ -330,8 +333,9 @@ def launch(config: ClassifierConfig, platform: rt.Platform | None = None, model=
 
 
 def check_batch(config: ClassifierConfig, train_set) -> None:
-    require(config.batch % config.processes == 0, f"batch={config.batch} cannot be shared equally by {config.processes}"
-            f" processes: use {nearest_multiples(config.batch, config.processes)}.")
+    require(config.batch % config.processes == 0,
+            f"batch={config.batch} cannot be shared equally by {config.processes} processes: use"
+            f" {nearest_multiples(config.batch, config.processes)}.")
     require(config.batch <= len(train_set), f"batch={config.batch} is more than the {len(train_set):,} training texts:"
             f" use a smaller one.")
 
@@ -345,14 +349,14 @@ def show_result(folder: Path, test_set: text_data.TextSet) -> None:
     draw_confusion(folder, matrix, test_set.names, f"{test_set.source}: {right:,} of {len(test_set):,} right")
     wrong = np.flatnonzero(predicted != test_set.labels)
     worst = wrong[np.argsort(-losses[wrong])]
-    lines = [f"{test_set.names[test_set.labels[row]]}, taken for {test_set.names[predicted[row]]}: {test_set.texts[row]}"
-             for row in worst]
+    true, taken = ([test_set.names[label] for label in labels[worst]] for labels in (test_set.labels, predicted))
+    lines = [f"{one}, taken for {other}: {test_set.texts[row]}" for one, other, row in zip(true, taken, worst)]
     (folder / MISTAKES).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("the mistakes with the largest loss:\n" + "".join(f"  {line[:150]}\n" for line in lines[:8])
-          + f"test accuracy: {right / len(test_set):.2%}, {right:,} of {len(test_set):,} texts, each counted once; the"
-          f" commonest class alone {matrix.sum(1).max() / len(test_set):.2%}\n"
-          f"run folder: {folder}\n  {MODEL_FOLDER}/ for transformers, log {telemetry.LOG_NAME}, {PREDICTIONS}, {MISTAKES},"
-          f" pictures {telemetry.CURVE_NAME}, confusion.png")
+          + f"test accuracy: {right / len(test_set):.2%}, {right:,} of {len(test_set):,} texts, each counted once;"
+          f" the commonest class alone {matrix.sum(1).max() / len(test_set):.2%}\n"
+          f"run folder: {folder}\n  {MODEL_FOLDER}/ for transformers, log {telemetry.LOG_NAME}, {PREDICTIONS},"
+          f" {MISTAKES}, pictures {telemetry.CURVE_NAME}, confusion.png")
 
 
 def main(arguments: list | None = None) -> None:

@@ -1,6 +1,6 @@
 """Train a ResNet to tell images apart: CIFAR-10 on a TPU or GPU, scikit-learn's digits in a minute on a CPU.
 
-    python py/train_images.py                                           # CIFAR-10 among the Kaggle inputs, else the digits
+    python py/train_images.py                                       # CIFAR-10 among the Kaggle inputs, else the digits
     python py/train_images.py --data cifar-10-python.tar.gz --epochs 30
 
 or, from a notebook:  train_images.launch(train_images.make_config(data="digits"), platform)
@@ -40,7 +40,7 @@ from settings import check_ranges, check_types, nearest_multiples, require
 @dataclass(frozen=True)
 class ImageConfig:
     """Every setting of a run. The defaults are ResNet-18 on CIFAR-10, for a TPU v5e-8."""
-    data: str = "auto"                  # CIFAR-10's archive or folder, or digits; auto: among the Kaggle inputs, else digits
+    data: str = "auto"                  # CIFAR-10's archive or folder, or digits; auto: a Kaggle input, else digits
     run_folder: str = "runs/images"     # everything the run produces; an existing run is never overwritten
 
     # the model: ResNet-18 in the form for small images (no pooling, the first stage at full size)
@@ -83,7 +83,7 @@ PRESETS = {
 
 
 def make_config(preset: str = "auto", **settings) -> ImageConfig:
-    """An ImageConfig from a preset and settings that replace parts of it; 'auto': ResNet-18 on a TPU or GPU, else small."""
+    """An ImageConfig from a preset and settings that replace parts of it; 'auto': ResNet-18 except on a CPU."""
     if preset == "auto":
         preset = "resnet18" if rt.detect_platform(settings.get("platform", "auto")).name in ("tpu", "gpu") else "small"
     return template_settings.make_config(ImageConfig, PRESETS, preset, settings)
@@ -95,7 +95,7 @@ class ResNet(nn.Module):
     """A residual network for small images: (B, C, H, W) uint8 -> (B, classes) logits."""
 
     def __init__(self, config: ImageConfig, images: np.ndarray, classes: int):
-        """images: the training images, (N, C, H, W) uint8; each channel is brought to mean 0 and deviation 1 over them."""
+        """images: the training images, (N, C, H, W) uint8; each channel is brought to mean 0 and deviation 1."""
         super().__init__()
         widths = [config.width * 2 ** stage for stage in range(config.stages)]
         self.register_buffer("mean", torch.tensor(images.mean((0, 2, 3)), dtype=torch.float32).view(1, -1, 1, 1))
@@ -254,7 +254,8 @@ def train_worker(config: ImageConfig) -> None:
                 accuracy = result.accuracy(test_set.labels)
                 log.write(step=step, epoch=epoch + 1, val_loss=result.loss, accuracy=accuracy,
                           compiles=runtime.compile_count())
-                heartbeat.say(f"epoch {epoch + 1}/{config.epochs}  test loss {result.loss:.4f}  accuracy {accuracy:.2%}")
+                heartbeat.say(f"epoch {epoch + 1}/{config.epochs}  test loss {result.loss:.4f}"
+                              f"  accuracy {accuracy:.2%}")
         heartbeat.report("saving")
         runtime.check_replicas(weights_and_statistics(model), "at the end")
         if runtime.is_main:
@@ -264,13 +265,14 @@ def train_worker(config: ImageConfig) -> None:
 def describe_run(config: ImageConfig, runtime: rt.Runtime, model, train_set, test_set, last_step: int) -> None:
     shape = "x".join(map(str, train_set.images.shape[1:]))
     runtime.print(
-        f"model: ResNet, {sum(p.numel() for p in model.parameters()):,} parameters, {config.stages} stages of {config.blocks}"
-        f" blocks, {config.width} to {config.width * 2 ** (config.stages - 1)} channels\n"
+        f"model: ResNet, {sum(p.numel() for p in model.parameters()):,} parameters, {config.stages} stages of"
+        f" {config.blocks} blocks, {config.width} to {config.width * 2 ** (config.stages - 1)} channels\n"
         f"device: {runtime.world_size} x {runtime.device_kind()}; weights and optimizer state fp32, convolutions"
         f" {runtime.precision}, BatchNorm and loss fp32\n"
         f"data: {train_set.source}, {len(train_set):,} training and {len(test_set):,} test images of {shape}\n"
-        f"batch: {config.batch} images = {config.batch // runtime.world_size} x {runtime.world_size} processes, of which"
-        f" BatchNorm sees its own {config.batch // runtime.world_size}; {config.epochs} epochs, {last_step} steps")
+        f"batch: {config.batch} images = {config.batch // runtime.world_size} x {runtime.world_size} processes, of"
+        f" which BatchNorm sees its own {config.batch // runtime.world_size}; {config.epochs} epochs,"
+        f" {last_step} steps")
 
 
 def save(config: ImageConfig, model: nn.Module, result) -> None:
@@ -309,11 +311,12 @@ def launch(config: ImageConfig, platform: rt.Platform | None = None) -> Path:
 
 
 def check_batch(config: ImageConfig, train_set) -> None:
-    require(config.batch % config.processes == 0, f"batch={config.batch} cannot be shared equally by {config.processes}"
-            f" processes: use {nearest_multiples(config.batch, config.processes)}.")
-    require(config.batch <= len(train_set), f"batch={config.batch} is more than the {len(train_set):,} training images of"
-            f" {train_set.source}: use a smaller one, {nearest_multiples(min(64, len(train_set)), config.processes)} for"
-            " instance.")
+    require(config.batch % config.processes == 0,
+            f"batch={config.batch} cannot be shared equally by {config.processes} processes: use"
+            f" {nearest_multiples(config.batch, config.processes)}.")
+    require(config.batch <= len(train_set),
+            f"batch={config.batch} is more than the {len(train_set):,} training images of {train_set.source}: use a"
+            f" smaller one, {nearest_multiples(min(64, len(train_set)), config.processes)} for instance.")
     smallest, halvings = min(train_set.images.shape[2:]), config.stages - 1
     require(smallest >= 2 ** halvings, f"stages={config.stages} halve the images {halvings} times, and they have only"
             f" {smallest} pixels: use stages={int(math.log2(smallest)) + 1} or fewer.")
@@ -346,7 +349,8 @@ def draw_mistakes(folder: Path, test_set: image_data.ImageSet, predicted: np.nda
     for axes, index in zip(figure.axes, worst):
         picture = test_set.images[index].transpose(1, 2, 0)
         axes.imshow(picture.squeeze(), cmap="gray" if picture.shape[2] == 1 else None)
-        axes.set_title(f"{test_set.names[test_set.labels[index]]}, taken\nfor {test_set.names[predicted[index]]}", fontsize=9)
+        true, taken = (test_set.names[label[index]] for label in (test_set.labels, predicted))
+        axes.set_title(f"{true}, taken\nfor {taken}", fontsize=9)
     figure.suptitle(f"{len(wrong):,} of {len(test_set):,} test images wrong"
                     + (f", the {len(worst)} with the largest loss" if len(wrong) > len(worst) else ""))
     return telemetry.save_figure(figure, folder / "mistakes.png")

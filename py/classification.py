@@ -130,7 +130,7 @@ def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, classes: int) ->
 def draw_confusion(folder: str | Path, matrix: np.ndarray, names: tuple, title: str) -> Path:
     """confusion.png: the matrix as shares of each row, with the counts written in; returns its path."""
     from matplotlib.figure import Figure        # the figure alone: no pyplot, no global state, no display
-    size = max(4.0, 0.62 * len(names) + 1.5)
+    size = max(5.2, 0.62 * len(names) + 1.5)
     figure = Figure(figsize=(size + 0.6, size), dpi=110, layout="constrained")
     axes = figure.subplots()
     shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
@@ -139,7 +139,8 @@ def draw_confusion(folder: str | Path, matrix: np.ndarray, names: tuple, title: 
         if count:
             axes.text(column, row, f"{count}", ha="center", va="center", fontsize=8,
                       color="white" if shares[row, column] > 0.5 else "black")
-    axes.set(xticks=range(len(names)), yticks=range(len(names)), xlabel="predicted", ylabel="true", title=title)
+    axes.set(xticks=range(len(names)), yticks=range(len(names)), xlabel="predicted", ylabel="true")
+    axes.set_title(title, fontsize=10)
     long = max(map(len, names)) > 2
     axes.set_xticklabels(names, rotation=45 if long else 0, ha="right" if long else "center")
     axes.set_yticklabels(names)

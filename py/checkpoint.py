@@ -395,8 +395,11 @@ def load_model(model, tensors: dict) -> None:
 def optimizer_tensors(optimizer, model) -> dict:
     """{'<kind>/<name>': CPU copy} of the optimizer's state, under the parameters' names instead of their numbers."""
     names = {id(p): name for name, p in unwrap(model).named_parameters()}
-    return {f"{kind}/{names[id(p)]}": host_copy(value)
-            for p, state in optimizer.state.items() for kind, value in state.items()}
+    if hasattr(optimizer, "host_states"):
+        states = optimizer.host_states()
+    else:
+        states = {p: {kind: host_copy(value) for kind, value in state.items()} for p, state in optimizer.state.items()}
+    return {f"{kind}/{names[id(p)]}": value for p, state in states.items() for kind, value in state.items()}
 
 
 def load_optimizer(optimizer, model, tensors: dict | None = None) -> None:

@@ -137,22 +137,37 @@ class GPT(nn.Module):
             x = x.to(torch.get_autocast_dtype("xla"))       # the residual stream too: half the memory traffic of a step
         for block in self.blocks:
             x = self.checkpoint(block, x) if self.checkpoint and self.training else block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight).float()                   # (B, T, V)
+        h = self.ln_f(x)
+        logits = F.linear(h, self.wte.weight).float()                              # (B, T, V)
         if targets is None:
             return logits
-        return token_losses(logits, targets).mean()
+        near = (h.detach() * F.embedding(targets, self.wte.weight.detach())).sum(-1) if x.device.type == "xla" else None
+        return token_losses(logits, targets, near).mean()
 
 
-def token_losses(logits, targets):
+def token_losses(logits, targets, near=None):
     """(B, T, V), (B, T) -> (B, T) cross-entropies in nats.
 
     On XLA the target's logit is picked by a comparison that shares a pass over the logits with the sum of exponentials;
     F.cross_entropy would write all log-probabilities first and read them again.
+
+    near: (B, T), the target's logits as far as one can know them before all logits are there, for XLA. The sum of
+    exponentials needs a number to subtract that keeps it in fp32's range. The largest logit is the usual one, and
+    finding it takes a pass of its own; with this one everything is done where the product that makes the logits ends.
     """
     if logits.device.type != "xla":
         return F.cross_entropy(logits.flatten(0, 1), targets.long().flatten(), reduction="none").view(targets.shape)
     chosen = torch.arange(logits.shape[-1], device=logits.device, dtype=targets.dtype) == targets[..., None]
-    return torch.logsumexp(logits, -1) - torch.where(chosen, logits, 0.0).sum(-1)
+    picked = torch.where(chosen, logits, 0.0).sum(-1)
+    if near is None:
+        return torch.logsumexp(logits, -1) - picked
+    shift = near + ROOM
+    return torch.exp(logits - shift[..., None]).sum(-1).log() + (shift - picked)
+
+
+# In nats. The target's own term is e^-40, so the sum is never 0; terms that fp32 takes for 0 are e^-47 of it or less; and
+# it overflows where a token's loss is above 128, against the 10.8 of a model that knows nothing: the loss is then inf.
+ROOM = 40.0
 
 
 # The embedding is read through a LayerNorm, so its scale matters only for the head: at 0.02 (GPT-2's) a token whose blocks

@@ -612,13 +612,17 @@ class Runtime:
         import torch
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         flat = self.all_reduce(torch.cat([p.grad.reshape(-1) for p in parameters]))
-        _set_gradients(parameters, flat)
         if self.scaler.is_enabled():
+            _set_gradients(parameters, flat)
             self.scaler.unscale_(optimizer)     # in place, through the views of `flat`
         norm = flat.norm()
-        _set_gradients(parameters, flat * torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        self.scaler.step(optimizer)             # skipped when fp16 overflowed, on all ranks alike: flat is shared
-        self.scaler.update()
+        clipped = flat * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if hasattr(optimizer, "step_flat"):
+            optimizer.step_flat(clipped)
+        else:
+            _set_gradients(parameters, clipped)
+            self.scaler.step(optimizer)         # skipped when fp16 overflowed, on all ranks alike: flat is shared
+            self.scaler.update()
         self.clear_gradients(parameters)
         return norm
 

@@ -110,7 +110,54 @@ def lowered(shape: tuple, n_head: int, qk_norm: bool, interpret: bool) -> tuple:
     qkv, y = (jax.ShapeDtypeStruct((B, T, w), jnp.bfloat16) for w in (width, width // 3))
     leaves = jax.eval_shape(forward, qkv)[1:]
     platform = "cpu" if interpret else "tpu"
-    return as_operation(platform, forward, qkv), as_operation(platform, backward, *leaves, y)
+    return as_operation(platform, forward, qkv), as_operation(platform, few_added(backward), *leaves, y)
+
+
+def few_added(function):
+    """The same JAX function with each sum over an axis of a few written as additions.
+
+    The backward kernel gives a part of the queries' gradient for every block of keys, and JAX's own code sums them in an
+    operation of its own; XLA makes additions part of what follows. Written as JAX's guide to interpreters of jaxprs
+    shows: https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html
+    """
+    import jax
+
+    def run(*arguments):
+        traced = jax.make_jaxpr(function)(*arguments)
+        return tuple(evaluate(traced.jaxpr, traced.consts, arguments))
+
+    return run
+
+
+def evaluate(jaxpr, constants, arguments) -> list:
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments)))
+
+    def read(atom):
+        return atom.val if hasattr(atom, "val") else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs, name = [read(atom) for atom in equation.invars], equation.primitive.name
+        if name in ("pjit", "jit"):
+            outputs = evaluate(equation.params["jaxpr"].jaxpr, equation.params["jaxpr"].consts, inputs)
+        elif name == "reduce_sum" and is_short(equation):
+            outputs = [add_along(inputs[0], equation.params["axes"][0])]
+        else:
+            functions, parameters = equation.primitive.get_bind_params(equation.params)
+            outputs = equation.primitive.bind(*functions, *inputs, **parameters)
+            outputs = outputs if equation.primitive.multiple_results else [outputs]
+        values.update(zip(equation.outvars, outputs))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def is_short(equation) -> bool:
+    axes = equation.params["axes"]
+    return len(axes) == 1 and equation.invars[0].aval.shape[axes[0]] <= 8
+
+
+def add_along(x, axis: int):
+    import jax
+    parts = [jax.lax.index_in_dim(x, number, axis, keepdims=False) for number in range(x.shape[axis])]
+    return functools.reduce(lambda a, b: a + b, parts)
 
 
 def attention_core(shape: tuple, n_head: int, qk_norm: bool, interpret: bool):

@@ -52,6 +52,16 @@ def test_loss_and_norm_written_out_for_xla_are_the_same_functions(tmp_path):
     expected.mean().backward()
     found.mean().backward()
     assert difference(found, expected.detach()) < 1e-5 and difference(b.grad, a.grad) < 1e-5
+    for scale in (0.1, 5.0, 20.0):          # with the target's logit known roughly beforehand; a loss of 100 nats is among them
+        logits = torch.randn(2, 8, 300) * scale
+        a, b = logits.clone().requires_grad_(), logits.to(device).requires_grad_()
+        expected = gpt.token_losses(a, targets)
+        near = torch.gather(logits, -1, targets.long()[..., None])[..., 0] * 1.01
+        found = gpt.token_losses(b, targets.to(device), near.to(device))
+        expected.mean().backward()
+        found.mean().backward()
+        assert difference(found, expected.detach()) < 1e-5 and difference(b.grad, a.grad) < 1e-5, scale
+    assert expected.max() > 80
     x, norm = torch.randn(2, 8, 64) * 3 + 1, gpt.LayerNorm(64)
     torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
     expected = norm(x).detach()

@@ -60,12 +60,12 @@ class FlatAdamW(torch.optim.Optimizer):
         return [group["params"] for group in self.param_groups if group["params"]]
 
     @torch.no_grad()
-    def step_flat(self, gradient) -> None:
-        """One step with the gradients of all parameters, group after group, as one buffer."""
+    def step_flat(self, gradient, scale) -> None:
+        """One step with the gradients of all parameters, group after group, as one buffer, each times `scale`."""
         sizes = [sum(p.numel() for p in parameters) for parameters in self.members()]
         groups = [group for group in self.param_groups if group["params"]]
         for group, piece in zip(groups, gradient.split(sizes)):
-            self.step_group(group, piece)
+            self.step_group(group, piece * scale)       # here, not before the split: XLA makes it part of the same pass
 
     def step_group(self, group: dict, gradient) -> None:
         parameters, lr, (beta1, beta2) = group["params"], group["lr"], group["betas"]

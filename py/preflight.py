@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -294,7 +295,7 @@ def trace(request: dict, folder: Path) -> None:
     if request["names"]:
         name_modules(tracer)
     rt.Runtime = preflight_runtime(dataclasses.replace(chip, replicas=1) if divided else chip, tracer)
-    worker, arguments, facts = TEMPLATES[request["template"]](request["settings"], chip, folder)
+    worker, arguments, facts = find_template(request["template"])(request["settings"], chip, folder)
     with contextlib.suppress(Caught):
         worker(*arguments)
     flags = torch_xla_compiler_flags(chip)
@@ -447,6 +448,20 @@ TEMPLATES = {"gpt": gpt_template, "mlp": mlp_template, "images": images_template
 def is_divided(template: str, chip: Chip) -> bool:
     """Whether one process drives all chips of the slice (SPMD): one replica in many partitions, not the other way round."""
     return template == "lora" and chip.replicas > 1
+
+
+def find_template(name: str):
+    """A function of this module by its name, or `template` of the Python file `name`."""
+    return TEMPLATES[name] if name in TEMPLATES else load_file(name).template
+
+
+def load_file(path: str):
+    """The module in a .py file, which may import those of py/ flat."""
+    specification = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module.__name__] = module       # its dataclasses look for it there
+    specification.loader.exec_module(module)
+    return module
 
 
 # ---- second child: the TPU's compiler --------------------------------------------------------------------------------
@@ -656,6 +671,7 @@ def plain_shape(shape: str, on_chip_too: bool = True) -> str:
                      if kind in BYTES and (on_chip_too or "S(1)" not in layout))
 
 
+NEW_OF_PAIR = {"copy-start": 0, "slice-start": 1}      # shapes (result, source, ...) and ((source), result, ...)
 SAME_BUFFER = ("bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "async-done", "all-reduce-done",
                "optimization-barrier", "while")
 
@@ -669,8 +685,8 @@ def largest_at_peak(schedule: list, count: int = 5) -> list:
         else:
             owners[instruction.name] = {instruction.name}
             shape = instruction.shape
-            if instruction.opcode in ("copy-start", "slice-start"):     # (result, source, ...): only the first is new
-                shape = (ARRAY.search(shape) or [""])[0]
+            if instruction.opcode in NEW_OF_PAIR:
+                shape = [match[0] for match in ARRAY.finditer(shape)][NEW_OF_PAIR[instruction.opcode]]
             held = instruction.opcode not in ("parameter", "constant")
             sizes[instruction.name] = shape_bytes(shape, on_chip_too=False) if held else 0
             born[instruction.name] = dies[instruction.name] = moment
@@ -870,16 +886,20 @@ def estimate(chip: Chip, facts: dict, reports: list) -> dict:
                     for name, (ms, count) in sorted(operations.items(), key=lambda item: -item[1][0])[:10]])
 
 
-KERNEL_EFFICIENCY = 0.4      # of the peak with heads of 128: an assumption about flash attention, stated where it is used
+KERNEL_EFFICIENCY = 0.6      # of the peak with heads of 128, in the blocks that are computed: an assumption about
+#                              splash attention, stated where it is used
 
 
 def kernel_milliseconds(chip: Chip, facts: dict) -> float:
     """Time of the attention kernels of a step, on which the compiler has no opinion, from their flops.
 
-    Causal attention does half of 4 T C flops a token and layer forward and, computing the scores again, 2.5 times that
-    backward. Narrower heads leave a part of the 128 wide matrix unit empty.
+    Of the 4 T C flops a token and layer forward, and 2.5 times as many backward where the scores are computed again, the
+    kernels do those of the blocks that the causal mask does not leave out. Narrower heads leave a part of the 128 wide
+    matrix unit empty.
     """
-    per_token = 3.5 * 2 * facts["n_layer"] * facts["n_embd"] * facts["T"]
+    import tpu_attention
+    forward, backward = tpu_attention.blocks_computed(facts["T"])
+    per_token = 4 * (forward + 2.5 * backward) * facts["n_layer"] * facts["n_embd"] * facts["T"]
     used = KERNEL_EFFICIENCY * min(1.0, facts["n_embd"] / facts["n_head"] / 128)
     return per_token * facts["tokens_per_step"] / chip.replicas / (chip.peak_flops * used) * 1e3
 
@@ -913,7 +933,7 @@ def show_speed(report: dict, chip: Chip) -> list:
         lines.append("  gathers  of the divided weights are not in these times: the compiler does not time them")
     if report["kernel_ms"]:
         lines.append(f"  kernels  {report['kernel_ms']:.1f} ms of it in attention kernels, which the compiler does not time:"
-                     f" their flops at {KERNEL_EFFICIENCY:.0%} of the peak, less for heads narrower than 128")
+                     f" the flops of the blocks they compute at {KERNEL_EFFICIENCY:.0%} of the peak, less for heads narrower than 128")
     return lines
 
 
@@ -983,15 +1003,17 @@ def search_micro_batch(settings: dict, chip: Chip, say) -> dict:
 def parse_arguments(arguments: list | None):
     """Own options, and the template's settings as a dict. Raises UserError for what is not known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--template", default="gpt", help=f"{', '.join(TEMPLATES)}; default gpt")
+    parser.add_argument("--template", default="gpt", help=f"{', '.join(TEMPLATES)} or a .py file; default gpt")
     parser.add_argument("--chip", default="v5e-8", help=f"{', '.join(CHIPS)}; default v5e-8")
     parser.add_argument("--search", action="store_true", help="find the largest micro_batch that fits")
     parser.add_argument("--json", metavar="FILE", help="write the whole report there too")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the compiled programs' text there")
     own, rest = parser.parse_known_args(arguments)
-    for name, known in (("template", TEMPLATES), ("chip", CHIPS)):
-        if getattr(own, name) not in known:
-            raise UserError(f"{name}={getattr(own, name)!r} is not known: use {', '.join(known)}.")
+    if own.chip not in CHIPS:
+        raise UserError(f"chip={own.chip!r} is not known: use {', '.join(CHIPS)}.")
+    if own.template not in TEMPLATES and not (own.template.endswith(".py") and Path(own.template).is_file()):
+        raise UserError(f"template={own.template!r} is not known: use {', '.join(TEMPLATES)}, or a .py file with a Config and a"
+                        " template(settings, chip, folder), as bench/guides_recipe.py has them.")
     if own.search and own.template != "gpt":
         raise UserError("--search varies micro_batch, which only the gpt template has: leave one of the two out.")
     return own, template_settings(own.template, rest)
@@ -1017,7 +1039,8 @@ def template_settings(template: str, words: list) -> dict:
         settings = settings_from_command_line(train_lora.LoraRun, train_lora.PRESETS, train_lora.__doc__, words)
         return {**settings, "preset": "llama" if settings.get("preset", "auto") == "auto" else settings["preset"]}
     import train_mlp
-    fields = {f.name: type(f.default) for f in dataclasses.fields(train_mlp.MLPConfig)}
+    config = train_mlp.MLPConfig if template == "mlp" else load_file(template).Config
+    fields = {f.name: type(f.default) for f in dataclasses.fields(config)}
     parser = argparse.ArgumentParser()
     for name, kind in fields.items():
         parser.add_argument(f"--{name}", type=kind, default=None)

@@ -616,11 +616,11 @@ class Runtime:
             _set_gradients(parameters, flat)
             self.scaler.unscale_(optimizer)     # in place, through the views of `flat`
         norm = flat.norm()
-        clipped = flat * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if hasattr(optimizer, "step_flat"):
-            optimizer.step_flat(clipped)
+            optimizer.step_flat(flat, scale)
         else:
-            _set_gradients(parameters, clipped)
+            _set_gradients(parameters, flat * scale)
             self.scaler.step(optimizer)         # skipped when fp16 overflowed, on all ranks alike: flat is shared
             self.scaler.update()
         self.clear_gradients(parameters)

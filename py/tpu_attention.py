@@ -110,54 +110,7 @@ def lowered(shape: tuple, n_head: int, qk_norm: bool, interpret: bool) -> tuple:
     qkv, y = (jax.ShapeDtypeStruct((B, T, w), jnp.bfloat16) for w in (width, width // 3))
     leaves = jax.eval_shape(forward, qkv)[1:]
     platform = "cpu" if interpret else "tpu"
-    return as_operation(platform, forward, qkv), as_operation(platform, few_added(backward), *leaves, y)
-
-
-def few_added(function):
-    """The same JAX function with each sum over an axis of a few written as additions.
-
-    The backward kernel gives a part of the queries' gradient for every block of keys, and JAX's own code sums them in an
-    operation of its own; XLA makes additions part of what follows. Written as JAX's guide to interpreters of jaxprs
-    shows: https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html
-    """
-    import jax
-
-    def run(*arguments):
-        traced = jax.make_jaxpr(function)(*arguments)
-        return tuple(evaluate(traced.jaxpr, traced.consts, arguments))
-
-    return run
-
-
-def evaluate(jaxpr, constants, arguments) -> list:
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments)))
-
-    def read(atom):
-        return atom.val if hasattr(atom, "val") else values[atom]
-
-    for equation in jaxpr.eqns:
-        inputs, name = [read(atom) for atom in equation.invars], equation.primitive.name
-        if name in ("pjit", "jit"):
-            outputs = evaluate(equation.params["jaxpr"].jaxpr, equation.params["jaxpr"].consts, inputs)
-        elif name == "reduce_sum" and is_short(equation):
-            outputs = [add_along(inputs[0], equation.params["axes"][0])]
-        else:
-            functions, parameters = equation.primitive.get_bind_params(equation.params)
-            outputs = equation.primitive.bind(*functions, *inputs, **parameters)
-            outputs = outputs if equation.primitive.multiple_results else [outputs]
-        values.update(zip(equation.outvars, outputs))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def is_short(equation) -> bool:
-    axes = equation.params["axes"]
-    return len(axes) == 1 and equation.invars[0].aval.shape[axes[0]] <= 8
-
-
-def add_along(x, axis: int):
-    import jax
-    parts = [jax.lax.index_in_dim(x, number, axis, keepdims=False) for number in range(x.shape[axis])]
-    return functools.reduce(lambda a, b: a + b, parts)
+    return as_operation(platform, forward, qkv), as_operation(platform, backward, *leaves, y)
 
 
 def attention_core(shape: tuple, n_head: int, qk_norm: bool, interpret: bool):
@@ -183,13 +136,28 @@ def attention_core(shape: tuple, n_head: int, qk_norm: bool, interpret: bool):
     return core
 
 
+def backward_keys(T: int) -> int:
+    """Keys that the backward kernel holds at a time. For every such block it writes a gradient of all queries of its own,
+    and adding two of them costs more than the half block above the diagonal that one of 1024 computes in vain."""
+    return 2 * BLOCK if T % (2 * BLOCK) == 0 else min(BLOCK, T)
+
+
+def blocks_computed(T: int) -> tuple:
+    """The share of a T x T score matrix that the forward and the backward kernel compute."""
+    def share(queries: int, keys: int) -> float:
+        return sum(keys * queries for row in range(0, T, queries) for column in range(0, T, keys)
+                   if column < row + queries) / T ** 2
+    block = min(BLOCK, T)
+    return share(block, block), share(block, backward_keys(T))
+
+
 def splash_kernel(T: int, n_head: int, interpret: bool):
     """(H, T, D) queries, keys, values -> (H, T, D), causal."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     block, tokens_last = min(BLOCK, T), kernel.QKVLayout.SEQ_MINOR
-    sizes = kernel.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
-                              block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
+    sizes = kernel.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block,
+                              block_kv_dkv=backward_keys(T), block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
                               q_layout=tokens_last, k_layout=tokens_last, v_layout=tokens_last)
     mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * n_head)
     return kernel.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=interpret)

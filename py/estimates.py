@@ -1,0 +1,17 @@
+"""What the TPU's own compiler says about the presets on a v5e-8: does it fit, how fast would it be. No TPU was used.
+
+The table is written by bench/estimates.py; nothing is compiled here. The compiler does not time the attention kernels:
+their share, kernel_ms, is their flops at an assumed 40 % of the peak with heads of 128, 20 % with heads of 64.
+"""
+
+TABLE = {}
+
+
+def text(table: dict = TABLE) -> str:
+    """The table in lines to print."""
+    lines = ["estimates of the TPU compiler for a v5e-8, not measurements", "",
+             f"{'':38}{'fits':>5}{'peak GiB':>10}{'ms a step':>11}{'tokens/s':>11}{'MFU':>8}"]
+    for name, row in table.items():
+        speed = f"{row['step_ms']:11,.1f}{row['tokens_per_second']:11,}{row['mfu']:8.1%}" if "step_ms" in row else ""
+        lines.append(f"{name:38}{'yes' if row['fits'] else 'NO':>5}{row['peak_gib']:10.2f}{speed}")
+    return "\n".join(lines)

@@ -2,7 +2,7 @@
 # make rehearse    the TPU path of a small GPT on eight virtual devices, with a resume, in minutes
 # make preflight   GPT-2 124M compiled by the real TPU compiler, without a TPU: does it fit, how fast, what costs most
 # make soak        a hundred kills, each followed by a resume: is the end that of an unbroken run?
-# make bench       the time that training stands still for a checkpoint of GPT-2 124M; how fast text becomes shards
+# make bench       host time, tokens/s on a CPU, loading, saving, and the compiler's estimates; half an hour, see bench/RESULTS.md
 # make test        everything that is checked
 # make test-2.8    the TPU's tests on torch_xla 2.8.0, the version of Kaggle's image
 # make notebooks   build the notebooks from their .py twins and py/; fails when a committed one differs
@@ -37,9 +37,12 @@ preflight: $(VENV)/.preflight-ready
 soak: $(VENV)/.test-ready
 	$(RUN) tests/soak.py --kills 100
 
-bench: $(VENV)/.ready
-	$(RUN) bench/checkpoint_speed.py
+bench: $(VENV)/.preflight-ready
+	$(RUN) bench/host_time.py
+	$(RUN) bench/cpu_speed.py
 	$(RUN) bench/data_speed.py
+	$(RUN) bench/checkpoint_speed.py
+	$(RUN) bench/compile_estimates.py
 
 test: $(VENV)/.test-ready
 	$(RUN) notebooks/build.py --check

@@ -31,7 +31,7 @@ T, WIDTH, LAYERS, STEPS = 128, 64, 12, 20
 PARTS = ("forward", "backward", "sync of a micro-step", "reduction and clip", "optimizer", "zeros for the gradients", "sync of the optimizer")
 
 
-def plain_kernel(T: int, n_head: int, interpret: bool):
+def plain_kernel(T: int, n_head: int, head_size: int, interpret: bool):
     """Stands in for the splash kernel, which a CPU cannot run fast: to torch_xla it is the same single operation."""
     import jax
     import jax.numpy as jnp

@@ -141,6 +141,17 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%writefile prepare.py
 
 # %% [markdown]
+# ## What to expect of a TPU
+#
+# What the TPU's own compiler says about the presets on a v5e-8, asked beforehand and without a TPU: estimates, not measurements.
+
+# %%
+# %%writefile estimates.py
+
+# %%
+print(runtime.load_fresh("estimates").text())
+
+# %% [markdown]
 # ## The training script
 #
 # `TrainConfig` has every setting with a comment; `train_worker` is the loop that each device runs.

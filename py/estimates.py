@@ -1,6 +1,6 @@
 """What the TPU's own compiler says about the presets on a v5e-8: does it fit, how fast would it be. No TPU was used.
 
-The table is written by bench/estimates.py; nothing is compiled here. The compiler does not time the attention kernels:
+The table is written by bench/compile_estimates.py; nothing is compiled here. The compiler does not time the attention kernels:
 their share, kernel_ms, is their flops at an assumed 40 % of the peak with heads of 128, 20 % with heads of 64.
 """
 

@@ -61,21 +61,12 @@ def attention_for(device_type: str):
     return plain_attention if device_type == "xla" else fused_attention
 
 
-class Linear(nn.Linear):
-    """nn.Linear; on XLA the bias is a product with ones, so that its gradient is one too, for the matrix unit."""
-
-    def forward(self, x):
-        if x.device.type != "xla":
-            return super().forward(x)
-        return F.linear(x, self.weight) + F.linear(torch.ones_like(x[..., :1]), self.bias[:, None])
-
-
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config, self.attention, self.joint = config, fused_attention, None
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = Linear(config.n_embd, config.n_embd)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):                                                   # (B, T, C)
         B, T, C = x.shape
@@ -91,8 +82,8 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))

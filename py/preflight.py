@@ -898,9 +898,10 @@ def kernel_milliseconds(chip: Chip, facts: dict) -> float:
     matrix unit empty.
     """
     import tpu_attention
-    forward, backward = tpu_attention.blocks_computed(facts["T"])
+    head_size = facts["n_embd"] // facts["n_head"]
+    forward, backward = tpu_attention.blocks_computed(facts["T"], head_size)
     per_token = 4 * (forward + 2.5 * backward) * facts["n_layer"] * facts["n_embd"] * facts["T"]
-    used = KERNEL_EFFICIENCY * min(1.0, facts["n_embd"] / facts["n_head"] / 128)
+    used = KERNEL_EFFICIENCY * min(1.0, head_size / 128)
     return per_token * facts["tokens_per_step"] / chip.replicas / (chip.peak_flops * used) * 1e3
 
 

@@ -611,12 +611,12 @@ class Runtime:
         """
         import torch
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        flat = self.all_reduce(torch.cat([p.grad.reshape(-1) for p in parameters]))
+        flat, share = self.all_reduce(torch.cat([p.grad.reshape(-1) for p in parameters]), "sum"), 1 / self.world_size
         if self.scaler.is_enabled():
             _set_gradients(parameters, flat)
             self.scaler.unscale_(optimizer)     # in place, through the views of `flat`
-        norm = flat.norm()
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        norm = flat.norm() * share
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0) * share      # of mean and clip at once: one pass less
         if hasattr(optimizer, "step_flat"):
             optimizer.step_flat(flat, scale)
         else:

@@ -1,7 +1,7 @@
 """Compile the presets, their fall-back and the guides' recipe for a v5e-8 and write the table of py/estimates.py.
 
-    python bench/estimates.py                   # all rows, each takes two minutes or more on two cores
-    python bench/estimates.py guides            # only the rows whose name contains the word; the others stay
+    python bench/compile_estimates.py                   # all rows, each takes two minutes or more on two cores
+    python bench/compile_estimates.py guides            # only the rows whose name contains the word; the others stay
 
 No TPU is used: every figure is an estimate by the TPU's own compiler. `make preflight` shows one row with its details.
 """

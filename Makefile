@@ -49,7 +49,8 @@ test: $(VENV)/.test-ready
 	$(RUN) -m pytest tests -q
 
 test-2.8: $(VENV)-2.8/.ready
-	$(VENV)-2.8/bin/python -m pytest tests/test_virtual_tpu.py tests/test_traps.py tests/test_compile_guard.py -q
+	$(VENV)-2.8/bin/python -m pytest tests/test_virtual_tpu.py tests/test_traps.py tests/test_compile_guard.py \
+		tests/test_tpu_attention.py tests/test_optimizer.py -q
 
 notebooks: $(VENV)/.ready
 	$(RUN) notebooks/build.py
@@ -77,11 +78,12 @@ $(VENV)/.test-ready: $(VENV)/.preflight-ready tests/requirements.txt
 	$(RUN) -m pip install --quiet --no-deps openai-whisper==20250625   # for its copy of GPT-2's vocabulary file alone
 	touch $@
 
-# The pair on Kaggle's image, in an environment of its own.
+# The pair on Kaggle's image, in an environment of its own, with the libtpu there and the JAX that torch_xla 2.8.0 names.
 $(VENV)-2.8/.ready: requirements.txt tests/requirements.txt
 	test -x $(VENV)-2.8/bin/python || $(PYTHON) -m venv $(VENV)-2.8
 	sed 's/==2.9.0/==2.8.0/' requirements.txt | $(VENV)-2.8/bin/python -m pip install --quiet -r /dev/stdin
 	$(VENV)-2.8/bin/python -m pip install --quiet -r tests/requirements.txt
+	$(VENV)-2.8/bin/python -m pip install --quiet jax==0.6.2 jaxlib==0.6.2 libtpu==0.0.17
 	touch $@
 
 clean:

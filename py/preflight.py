@@ -52,8 +52,10 @@ class Chip:
         return rt.tpu_kind(self.accelerator)
 
 
-# v5e: four matrix units of 128 x 128. v6e: four of 256 x 256 (the compiler's own estimate of a large product exceeds
-# what two could do at any clock that gives the data sheet's 918 TFLOP/s).
+# Peaks from Google's pages, read 2026-11: docs.cloud.google.com/tpu/docs/v5e (197 TFLOP/s, 16 GB at 819 GB/s, four links of
+# together 400 GB/s both ways) and .../v6e (918 TFLOP/s, 32 GB at 1,638 GB/s, 800 GB/s). Links: 45 and 90 GB/s one way, of 50
+# and 100, by https://jax-ml.github.io/scaling-book/tpus. The clock is what makes a peak: four matrix units of 128 x 128 on
+# v5e; on v6e the page names two of 256 x 256, which would need 3.5 GHz, and the compiler counts with four.
 CHIPS = {chip.name: chip for chip in (
     Chip("v5e-8", "v5e:2x4", "v5litepod-8", 8, (2, 4, 1), 15.75, 197e12, 197e12 / (4 * 2 * 128 ** 2), 45e9),
     Chip("v5e-1", "v5e:1x1", "v5litepod-1", 1, (1, 1, 1), 15.75, 197e12, 197e12 / (4 * 2 * 128 ** 2), 45e9),

@@ -15,7 +15,7 @@ import os
 
 import runtime as rt
 
-MOSAIC_FORMAT = 7       # of a kernel's serialized form: libtpu 0.0.17 to 0.0.21 read it and refuse newer ones
+MOSAIC_FORMAT = 4       # of a kernel's serialized form: libtpu 0.0.17 reads no newer one, 0.0.21 up to 7, both all older ones
 BLOCK = 512             # queries and keys that a kernel takes at a time; the blocks above the diagonal are left out
 
 
@@ -168,19 +168,31 @@ def splash_kernel(T: int, n_head: int, head_size: int, interpret: bool):
 def as_operation(platform: str, function, *arguments):
     """A JAX function as a function on XLA tensors, lowered now for the platform."""
     import jax
-    with mosaic_format():
+    with old_mosaic():
         lowered = jax.jit(function, keep_unused=True).trace(*arguments).lower(lowering_platforms=(platform,))
     module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
     return rt.xla_operation("attention", module)
 
 
 @contextlib.contextmanager
-def mosaic_format():
-    """Ask JAX for kernels in the format that the installed libtpu reads, not in JAX's newest."""
+def old_mosaic():
+    """Let JAX write kernels as the image's libtpu reads them: in an older format, and entered at a function named main.
+
+    JAX has no public setting for it. JAX 0.10 names the function after the kernel.
+    """
     from jax._src import tpu_custom_call
-    own = tpu_custom_call.get_ir_version
-    tpu_custom_call.get_ir_version = lambda context: MOSAIC_FORMAT
+    own = tpu_custom_call._lower_mosaic_module_to_asm
+
+    def write(module, **options):
+        from jax._src.lib.mlir import ir
+        with module.context:
+            for operation in module.body.operations:
+                if "dimension_semantics" in operation.attributes:
+                    operation.attributes["sym_name"] = ir.StringAttr.get("main")
+        return own(module, **{**options, "ir_version": MOSAIC_FORMAT})
+
+    tpu_custom_call._lower_mosaic_module_to_asm = write
     try:
         yield
     finally:
-        tpu_custom_call.get_ir_version = own
+        tpu_custom_call._lower_mosaic_module_to_asm = own

@@ -76,3 +76,51 @@ def test_loss_and_norm_written_out_for_xla_are_the_same_functions(tmp_path):
 def test_says_what_the_kernels_cannot_serve(T, head_size, dropout, expected):
     reason = tpu_attention.why_not(T, head_size, dropout)
     assert reason is None if expected is None else expected in reason
+
+
+@needs_jax
+def test_kernels_that_the_device_refuses_end_in_one_line_and_plain_attention(tmp_path):
+    """A real refusal: XLA's CPU backend has no TPU kernels. The device serves the run afterwards."""
+    done = run_script(SETUP + """
+    class LikeATpu(runtime.Runtime):
+        def device_kind(self):
+            return "v5e"
+
+    run = LikeATpu("bf16")
+    assert tpu_attention.choose(run, 2, 128, 128, 1, True, 0.0) is None
+    model = gpt.GPT(gpt.GPTConfig(256, 128, 1, 1, 128))
+    model.use(gpt.plain_attention)
+    model.to(device)
+    tokens = torch.zeros(2, 128, dtype=torch.int32).to(device)
+    with run.autocast():
+        loss = model(tokens, tokens)
+    loss.backward()
+    assert abs(run.host_values(loss.detach().view(1))[0] - 5.5) < 0.5
+    """, tmp_path)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("attention: written out instead of the TPU's kernels")]
+    assert len(lines) == 1 and "slower, because" in lines[0] and "Traceback" not in done.stdout
+
+
+@needs_jax
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed here")
+def test_the_installed_libtpu_takes_the_kernels(tmp_path):
+    """Forward and backward, heads of 64 and 128, by the compiler itself: format, entry and memory. No TPU is needed."""
+    done = run_script("""
+    import os, sys
+    import preflight
+    os.environ.update(preflight.COMPILER_ENVIRONMENT, TPU_ACCELERATOR_TYPE="v5litepod-8")
+    preflight.rt.patch_environment("xla-cpu")
+    from pathlib import Path
+    import torch_xla, tpu_attention
+    modules = []
+    tpu_attention.rt.xla_operation = lambda name, module: modules.append(module)
+    for n_head, T in ((6, 1024), (12, 1024), (12, 512)):
+        tpu_attention.lowered((8, T, 2304), n_head, True, False)
+    compiler = preflight.Compiler(preflight.CHIPS["v5e-8"])
+    for module in modules:
+        found = compiler.compile(module, [], Path("program.txt"))
+        assert "error" not in found, found["error"][:600]
+        assert "tpu_custom_call" in Path("program.txt").read_text()
+    assert len(modules) == 6
+    """, tmp_path)
+    assert done.returncode == 0

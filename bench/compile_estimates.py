@@ -34,7 +34,7 @@ def row_of(report: dict) -> dict:
     row = dict(chip=report["chip"], tokens_per_step=facts["tokens_per_step"], micro_batch=facts["micro_batch"],
                fits=report["fits"], peak_gib=round(report["peak_gib"], 2), date=datetime.date.today().isoformat(),
                libtpu=versions["libtpu"])
-    if "step_ms" in report:
+    if report["fits"]:
         row |= dict(step_ms=round(report["step_ms"], 1), kernel_ms=round(report["kernel_ms"], 1),
                     tokens_per_second=round(report["tokens_per_second"]), mfu=round(report["mfu"], 4))
     return row

@@ -2,9 +2,10 @@
 
     python bench/same_losses.py         # 200 steps, some minutes on a CPU
 
-Two arms train the same small model on the same bytes on XLA's CPU backend: one in fp32 with attention written out, one
-in bf16 with the attention kernels (interpreted) and the bf16 residual stream. A third, fp32 from another seed of the
-order of data, shows how large a difference that means nothing is.
+Two arms train the same small model on the same bytes: one plainly, that is by PyTorch on the CPU in fp32 with its own fused
+attention, F.cross_entropy and torch.optim.AdamW; one as a TPU does, on XLA's CPU backend in bf16 with the attention kernels
+(interpreted), the bf16 residual stream, the loss in one pass and AdamW on flat buffers. A third, plain from another seed of
+the order of data, shows how large a difference that means nothing is.
 """
 import argparse
 import functools
@@ -30,13 +31,15 @@ T, BATCH = 128, 8
 def losses(precision: str, steps: int, data_seed: int = 0) -> np.ndarray:
     """The training losses (steps,) of one arm."""
     runtime = rt.Runtime(precision)
+    if precision == "fp32":
+        runtime.device, runtime.is_xla = torch.device("cpu"), False
     config = train_gpt.make_config("tiny", T=T, n_layer=2, n_head=2, n_embd=128, tokens_per_step=T * BATCH, micro_batch=BATCH,
                                    max_steps=steps, warmup_steps=steps // 10, learning_rate=1e-3, vocab_size=256)
     model = train_gpt.build_model(config, config.model(256))
     kernels = functools.partial(tpu_attention.joint_attention, interpret=True) if precision == "bf16" else None
-    model.use(gpt.plain_attention, None, kernels)
+    model.use(gpt.attention_for(runtime.device.type), None, kernels)
     model.to(runtime.device).train()
-    optimizer = train_gpt.make_optimizer(config, model, on_xla=True)
+    optimizer = train_gpt.make_optimizer(config, model, runtime.is_xla)
     text = np.frombuffer(Path(argparse.__file__).read_bytes(), dtype=np.uint8).astype(np.int32)
     order, found = np.random.default_rng(data_seed), []
     for step in range(steps):

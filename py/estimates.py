@@ -5,9 +5,15 @@ their share, kernel_ms, is the flops of the blocks that they compute at an assum
 """
 
 TABLE = {
+    "gpt2-124m-tpu": dict(
+        chip='v5e-8', tokens_per_step=524288, micro_batch=8, fits=True, peak_gib=4.88, date='2026-11-30', libtpu='0.0.21',
+        step_ms=530.2, kernel_ms=68.0, tokens_per_second=988822, mfu=0.5362),
     "the guides' recipe, micro_batch 16": dict(
         chip='v5e-8', tokens_per_step=524288, micro_batch=16, fits=True, peak_gib=12.01, date='2026-11-30', libtpu='0.0.21',
         step_ms=1162.5, kernel_ms=0.0, tokens_per_second=451014, mfu=0.2446),
+    "the guides' recipe, micro_batch 32": dict(
+        chip='v5e-8', tokens_per_step=524288, micro_batch=32, fits=False, peak_gib=16.01, date='2026-11-30', libtpu='0.0.21',
+        step_ms=1323.2, kernel_ms=0.0, tokens_per_second=396231, mfu=0.2149),
 }
 
 

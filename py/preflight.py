@@ -994,7 +994,7 @@ def search_micro_batch(settings: dict, chip: Chip, say) -> dict:
     best, low, high = None, 0, len(sizes) - 1
     while low <= high:
         middle = (low + high + 1) // 2
-        report = preflight("gpt", chip.name, {**settings, "micro_batch": sizes[middle]}, say)
+        report = preflight("gpt", chip.name, {**settings, "micro_batch": sizes[middle]}, say, evaluation=False)
         say(f"preflight: micro_batch {sizes[middle]} {'fits' if report['fits'] else 'does not fit'}"
             f" ({report['peak_gib']:.2f} GiB)")
         if report["fits"] or middle == 0:

@@ -183,7 +183,7 @@ def test_search_finds_the_largest_that_fits(monkeypatch):
     """Only sizes that share out the batch are tried, and each at most once. Here 24 and less fit."""
     tried = []
 
-    def fake(template, chip, settings, say):
+    def fake(template, chip, settings, say, evaluation):
         tried.append(settings["micro_batch"])
         return dict(fits=tried[-1] <= 24, peak_gib=tried[-1], micro_batch=tried[-1])
 
@@ -192,7 +192,7 @@ def test_search_finds_the_largest_that_fits(monkeypatch):
     search = lambda **more: preflight.search_micro_batch(dict(preset="gpt2-124m", **more), preflight.CHIPS["v5e-8"], say)  # noqa: E731
     assert search()["micro_batch"] == 16 and len(tried) == len(set(tried)) <= 3 and set(tried) <= {1, 2, 4, 8, 16, 32, 64}
     assert search(tokens_per_step=1024 * 8 * 36)["micro_batch"] == 18
-    monkeypatch.setattr(preflight, "preflight", lambda *rest: dict(fake(*rest), fits=False))
+    monkeypatch.setattr(preflight, "preflight", lambda *rest, **more: dict(fake(*rest, **more), fits=False))
     assert search()["micro_batch"] == 1
 
 

@@ -21,9 +21,9 @@ PLATFORM = rt.patch_environment("cpu")
 
 import torch
 
-import gpt
 import token_data
 import train_gpt
+from optimizer import decay_groups
 from prepare import prepare
 
 STEPS, ROUNDS, SKIPPED = 60, 4, 20
@@ -32,7 +32,7 @@ STEPS, ROUNDS, SKIPPED = 60, 4, 20
 def bare_loop(config, shards) -> float:
     """Tokens a second of the plainest loop."""
     model = train_gpt.build_model(config, train_gpt.geometry_for(config, shards)).train()
-    optimizer = torch.optim.AdamW(gpt.decay_groups(model, config.weight_decay), lr=1e-3, betas=(config.beta1, config.beta2))
+    optimizer = torch.optim.AdamW(decay_groups(model, config.weight_decay), lr=1e-3, betas=(config.beta1, config.beta2))
     for step in range(STEPS):
         if step == SKIPPED:
             begun = time.perf_counter()

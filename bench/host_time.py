@@ -26,6 +26,7 @@ import checkpoint as ckpt
 import gpt
 import tpu_attention
 import train_gpt
+from optimizer import decay_groups
 
 T, WIDTH, LAYERS, STEPS = 128, 64, 12, 20
 PARTS = ("forward", "backward", "sync of a micro-step", "reduction and clip", "optimizer", "zeros for the gradients", "sync of the optimizer")
@@ -52,7 +53,7 @@ class Arm:
         self.model = train_gpt.build_model(config, config.model(256))
         self.model.use(gpt.plain_attention, None, functools.partial(tpu_attention.joint_attention, interpret=True))
         self.model.to(runtime.device).train()
-        groups = gpt.decay_groups(self.model, 0.1)
+        groups = decay_groups(self.model, 0.1)
         self.optimizer = train_gpt.make_optimizer(config, self.model, True) if flat else torch.optim.AdamW(
             groups, lr=torch.tensor(1e-9), foreach=False, capturable=True)
         ckpt.load_optimizer(self.optimizer, self.model)

@@ -46,7 +46,7 @@ def write(table: dict) -> None:
     rows = []
     for name, row in table.items():
         items = [f"{key}={value!r}" for key, value in row.items()]
-        rows += [f'    "{name}": dict(', f"        {', '.join(items[:7])},", f"        {', '.join(items[7:])}),"]
+        rows += [f'    "{name}": dict(', f"        {', '.join(items[:5])},", f"        {', '.join(items[5:])}),"]
     PLACE.write_text(head + start + "\n" + "\n".join(rows) + "\n}" + rest[rest.index("\n\n"):])
 
 

@@ -29,7 +29,8 @@ import train_gpt
 from optimizer import decay_groups
 
 T, WIDTH, LAYERS, STEPS = 128, 64, 12, 20
-PARTS = ("forward", "backward", "sync of a micro-step", "reduction and clip", "optimizer", "zeros for the gradients", "sync of the optimizer")
+PARTS = ("forward", "backward", "sync of a micro-step", "reduction and clip", "optimizer", "zeros for the gradients",
+         "sync of the optimizer")
 
 
 def plain_kernel(T: int, n_head: int, head_size: int, interpret: bool):
@@ -49,7 +50,8 @@ class Arm:
 
     def __init__(self, runtime, flat: bool):
         self.runtime, self.flat, self.times = runtime, flat, defaultdict(list)
-        config = train_gpt.make_config("tiny", T=T, n_layer=LAYERS, n_head=1, n_embd=WIDTH, tokens_per_step=2 * T, micro_batch=1)
+        config = train_gpt.make_config("tiny", T=T, n_layer=LAYERS, n_head=1, n_embd=WIDTH,
+                                       tokens_per_step=2 * T, micro_batch=1)
         self.model = train_gpt.build_model(config, config.model(256))
         self.model.use(gpt.plain_attention, None, functools.partial(tpu_attention.joint_attention, interpret=True))
         self.model.to(runtime.device).train()
@@ -121,7 +123,8 @@ def main() -> None:
     micro, rest = PARTS[:3], PARTS[3:]
     for title, names in (("a micro-step", micro), ("the optimizer step", rest), ("both", PARTS)):
         print(f"{title:26}" + "".join(f"{sum(map(arm.median, names)):{width}.1f}" for arm, width in zip(arms, (10, 20))))
-    print(f"an optimizer step of eight micro-steps: {8 * sum(map(arms[0].median, micro)) + sum(map(arms[0].median, rest)):.0f} ms")
+    eight = 8 * sum(map(arms[0].median, micro)) + sum(map(arms[0].median, rest))
+    print(f"an optimizer step of eight micro-steps: {eight:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 """What the TPU's own compiler says about the presets on a v5e-8: does it fit, how fast would it be. No TPU was used.
 
-The table is written by bench/compile_estimates.py; nothing is compiled here. The compiler does not time the attention kernels:
-their share, kernel_ms, is the flops of the blocks that they compute at an assumed 60 % of the peak, 30 % with heads of 64.
+The table is written by bench/compile_estimates.py; nothing is compiled here. The compiler does not time the attention
+kernels: their share, kernel_ms, is the flops of the blocks that they compute at an assumed 60 % of the peak, 30 % with
+heads of 64.
 """
 
 TABLE = {
     "gpt2-124m-tpu": dict(
-        chip='v5e-8', tokens_per_step=524288, micro_batch=8, fits=True, peak_gib=4.88, date='2026-11-30', libtpu='0.0.21',
-        step_ms=530.2, kernel_ms=68.0, tokens_per_second=988822, mfu=0.5362),
+        chip='v5e-8', tokens_per_step=524288, micro_batch=8, fits=True, peak_gib=4.88,
+        date='2026-11-30', libtpu='0.0.21', step_ms=530.2, kernel_ms=68.0, tokens_per_second=988822, mfu=0.5362),
     "the guides' recipe, micro_batch 16": dict(
-        chip='v5e-8', tokens_per_step=524288, micro_batch=16, fits=True, peak_gib=12.01, date='2026-11-30', libtpu='0.0.21',
-        step_ms=1162.5, kernel_ms=0.0, tokens_per_second=451014, mfu=0.2446),
+        chip='v5e-8', tokens_per_step=524288, micro_batch=16, fits=True, peak_gib=12.01,
+        date='2026-11-30', libtpu='0.0.21', step_ms=1162.5, kernel_ms=0.0, tokens_per_second=451014, mfu=0.2446),
     "the guides' recipe, micro_batch 32": dict(
-        chip='v5e-8', tokens_per_step=524288, micro_batch=32, fits=False, peak_gib=16.01, date='2026-11-30', libtpu='0.0.21',
-        step_ms=1323.2, kernel_ms=0.0, tokens_per_second=396231, mfu=0.2149),
+        chip='v5e-8', tokens_per_step=524288, micro_batch=32, fits=False, peak_gib=16.01,
+        date='2026-11-30', libtpu='0.0.21'),
 }
 
 

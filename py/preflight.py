@@ -927,7 +927,8 @@ def show(report: dict) -> str:
 def show_speed(report: dict, chip: Chip) -> list:
     if "step_ms" not in report:
         return []
-    lines = [f"  speed    {report['tokens_per_second']:,.0f} {report['facts'].get('unit', 'tokens')}/s, {report['step_ms']:,.1f} ms a step, MFU {report['mfu']:.1%}"
+    unit = report["facts"].get("unit", "tokens")
+    lines = [f"  speed    {report['tokens_per_second']:,.0f} {unit}/s, {report['step_ms']:,.1f} ms a step, MFU {report['mfu']:.1%}"
              f" of {chip.peak_flops / 1e12:.0f} TFLOP/s a chip",
              f"  reduced  {report['reductions']} reduction{'s' * (report['reductions'] != 1)} of together"
              f" {size_text(report['reduced_bytes'])} a step, counted as {report['reducing_ms']:.1f} ms of it at"
@@ -936,7 +937,8 @@ def show_speed(report: dict, chip: Chip) -> list:
         lines.append("  gathers  of the divided weights are not in these times: the compiler does not time them")
     if report["kernel_ms"]:
         lines.append(f"  kernels  {report['kernel_ms']:.1f} ms of it in attention kernels, which the compiler does not time:"
-                     f" the flops of the blocks they compute at {KERNEL_EFFICIENCY:.0%} of the peak, less for heads narrower than 128")
+                     f" the flops of the blocks they compute at {KERNEL_EFFICIENCY:.0%} of the peak, less for heads narrower"
+                     " than 128")
     return lines
 
 

@@ -112,7 +112,8 @@ DEEP = dict(preset="tiny", vocab_size=512, T=512, n_layer=6, n_head=2, n_embd=12
 @needs_compiler
 def test_recomputed_blocks_take_less_memory_and_more_time():
     """The compiled program, not the intention: XLA is free to undo a recomputation, and did in other versions."""
-    kept, again = (preflight.preflight("gpt", "v5e-8", {**DEEP, "recompute": wanted}, evaluation=False) for wanted in (False, True))
+    kept, again = (preflight.preflight("gpt", "v5e-8", {**DEEP, "recompute": wanted}, evaluation=False)
+                   for wanted in (False, True))
     one, other = (next(r for r in report["programs"] if r["kind"] == "micro-step") for report in (kept, again))
     assert other["temporary_gib"] < 0.5 * one["temporary_gib"]
     assert 1.15 * one["cycles"] < other["cycles"] < 1.6 * one["cycles"]
@@ -123,8 +124,9 @@ def test_recomputed_blocks_take_less_memory_and_more_time():
 def test_a_template_of_its_own_goes_through_the_same_door():
     """The guides' recipe, small: all that is held is bf16, masters and averages too."""
     recipe = str(ROOT / "bench" / "guides_recipe.py")
-    own, settings = preflight.parse_arguments(["--template", recipe, "--n_layer", "1", "--n_embd", "128", "--n_head", "2", "--T", "128",
-                                               "--vocab_size", "512", "--micro_batch", "2", "--tokens_per_step", "4096"])
+    small = dict(n_layer=1, n_embd=128, n_head=2, T=128, vocab_size=512, micro_batch=2, tokens_per_step=4096)
+    words = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    own, settings = preflight.parse_arguments(["--template", recipe, *words])
     report = preflight.preflight(own.template, "v5e-8", settings, evaluation=False)
     assert report["fits"] and report["reductions"] == 1 and report["facts"]["micro_steps"] == 2
     micro_step = next(r for r in report["programs"] if r["kind"] == "micro-step")

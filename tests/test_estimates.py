@@ -35,12 +35,12 @@ def test_presets_fit_with_room_and_run_at_their_own_micro_batch():
         assert row["fits"] and row["peak_gib"] <= GOAL and row["micro_batch"] == train_gpt.make_config(preset).micro_batch
 
 
-def test_twice_as_fast_as_the_guides_recipe_at_its_largest_micro_batch():
+def test_faster_than_the_guides_recipe_at_its_largest_micro_batch():
     recipe = {row["micro_batch"]: row for name, row in estimates.TABLE.items() if name.startswith("the guides")}
     largest = max(size for size, row in recipe.items() if row["fits"])
     assert any(size > largest and not row["fits"] for size, row in recipe.items())
-    for preset in ("gpt2-124m", "gpt2-124m-tpu"):
-        assert estimates.TABLE[preset]["tokens_per_second"] > 1.8 * recipe[largest]["tokens_per_second"]
+    for preset, factor in (("gpt2-124m", 1.8), ("gpt2-124m-tpu", 2.1)):
+        assert estimates.TABLE[preset]["tokens_per_second"] > factor * recipe[largest]["tokens_per_second"]
 
 
 def test_the_readme_says_what_the_table_says():

@@ -240,7 +240,8 @@ def write_with_counters(log, **record):
     """RunLog.write, with torch_xla's counters added to the record."""
     import torch_xla.debug.metrics as metrics
     reads = metrics.metric_data("TransferFromDeviceTime")
-    counts = dict(all_reduces=metrics.counter_value("xla::AllReduce"), reads=reads[0] if reads else 0,
+    reduces = [metrics.counter_value(name) or 0 for name in ("xla::AllReduce", "xla::all_reduce")]     # with a scale, and without
+    counts = dict(all_reduces=sum(reduces), reads=reads[0] if reads else 0,
                   scalars=metrics.counter_value("aten::_local_scalar_dense") or 0)
     ORIGINALS["write"](log, **record, counters=counts)
 

@@ -9,6 +9,9 @@ TABLE = {
     "gpt2-124m": dict(
         chip='v5e-8', tokens_per_step=524288, micro_batch=8, fits=True, peak_gib=4.92,
         date='2026-11-30', libtpu='0.0.21', step_ms=623.3, kernel_ms=109.9, tokens_per_second=841152, mfu=0.4562),
+    "gpt2-124m, attention written out": dict(
+        chip='v5e-8', tokens_per_step=524288, micro_batch=8, fits=True, peak_gib=9.55,
+        date='2026-11-30', libtpu='0.0.21', step_ms=1151.2, kernel_ms=0.0, tokens_per_second=455419, mfu=0.247),
     "gpt2-124m-tpu": dict(
         chip='v5e-8', tokens_per_step=524288, micro_batch=8, fits=True, peak_gib=4.88,
         date='2026-11-30', libtpu='0.0.21', step_ms=530.2, kernel_ms=68.0, tokens_per_second=988822, mfu=0.5362),

@@ -11,13 +11,18 @@ def decay_groups(model, weight_decay: float) -> list:
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
 
 
-def adamw(groups, on_xla: bool, **options) -> torch.optim.Optimizer:
-    """AdamW over parameters or groups: torch's own, on XLA one on flat buffers with the same state in a checkpoint.
+def adamw(groups, on_xla: bool, flat: bool = False, **options) -> torch.optim.Optimizer:
+    """AdamW over parameters or groups. On XLA the step and the learning rate are tensors on the device.
+
+    flat: on XLA, one buffer a group, with the same state in a checkpoint: for models of many tensors, held whole by a device.
 
     Not SGD: torch's reads a learning rate that is a tensor on the host, and makes one that is a number part of the
     program, so on XLA every new rate would cost a compilation or a host read in every step.
     """
-    return FlatAdamW(groups, **options) if on_xla else torch.optim.AdamW(groups, lr=1e-9, **options)
+    if on_xla and flat:
+        return FlatAdamW(groups, **options)
+    return torch.optim.AdamW(groups, lr=torch.tensor(1e-9) if on_xla else 1e-9, foreach=False if on_xla else None,
+                             capturable=on_xla, **options)
 
 
 class FlatAdamW(torch.optim.Optimizer):

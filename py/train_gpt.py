@@ -184,7 +184,7 @@ def build_model(config: TrainConfig, geometry: GPTConfig) -> GPT:
 
 
 def make_optimizer(config: TrainConfig, model, on_xla: bool) -> torch.optim.AdamW:
-    return adamw(decay_groups(model, config.weight_decay), on_xla, betas=(config.beta1, config.beta2))
+    return adamw(decay_groups(model, config.weight_decay), on_xla, flat=True, betas=(config.beta1, config.beta2))
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@ import pytest
 import torch
 from conftest import run_script
 
-import checkpoint as ckpt
 from optimizer import FlatAdamW, adamw
 
 SETUP = """
@@ -38,7 +37,7 @@ def test_flat_steps_are_torchs_steps_and_either_goes_on_from_the_others_state(tm
     run_script(SETUP + """
     plain, flat = network(), network().to(run.device)
     one = torch.optim.AdamW(groups(plain), lr=1e-9, betas=(0.9, 0.95))
-    other = adamw(groups(flat), True, betas=(0.9, 0.95))
+    other = adamw(groups(flat), True, flat=True, betas=(0.9, 0.95))
     ckpt.load_optimizer(one, plain)
     ckpt.load_optimizer(other, flat)
 
@@ -67,7 +66,7 @@ def test_without_a_loaded_state_it_starts_at_zero(tmp_path):
     ends = []
     for loads in (True, False):
         model = network().to(run.device)
-        optimizer = adamw(model.parameters(), True)
+        optimizer = adamw(model.parameters(), True, flat=True)
         if loads:
             ckpt.load_optimizer(optimizer, model)
         train(model, optimizer, run.device, range(3))
@@ -85,7 +84,7 @@ def test_a_state_of_different_steps_is_refused():
         optimizer.load_state_dict({"state": state, "param_groups": []})
 
 
-def test_only_xla_gets_flat_buffers():
+def test_only_xla_gets_flat_buffers_and_only_on_request():
     parameters = list(torch.nn.Linear(2, 2).parameters())
-    assert type(adamw(parameters, False)) is torch.optim.AdamW and type(adamw(parameters, True)) is FlatAdamW
-    assert not ckpt.optimizer_tensors(adamw(parameters, False), torch.nn.Linear(2, 2))
+    kinds = {(on_xla, flat): type(adamw(parameters, on_xla, flat)) for on_xla in (True, False) for flat in (True, False)}
+    assert kinds.pop((True, True)) is FlatAdamW and set(kinds.values()) == {torch.optim.AdamW}

@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "py"), str(ROOT / "data_prep")]
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")      # read once, at import: nothing here asks the network
+
 import runtime  # noqa: E402
 
 runtime.patch_environment("cpu")

@@ -96,6 +96,10 @@ def cells(browser) -> list:
             !!cell.querySelector('.jp-InputPlaceholder, .jp-Placeholder')])""")
 
 
+def kernel_status(browser) -> str:
+    return browser.execute_script("return window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status")
+
+
 @pytest.mark.timeout(400)
 def test_the_mlp_notebook_runs_to_its_end_in_jupyterlab(lab, browser):
     folder, address = lab
@@ -108,6 +112,7 @@ def test_the_mlp_notebook_runs_to_its_end_in_jupyterlab(lab, browser):
     wait_for(lambda: len(cells(browser)) == count + 3 and browser.execute_script("return !!window.jupyterapp"), 90)
     first_screen = browser.find_element("css selector", ".jp-Notebook").text
     assert "What it trains." in first_screen and "How long." in first_screen and "What you get." in first_screen
+    wait_for(lambda: kernel_status(browser) == "idle", 90)      # a command before that would be lost
     browser.execute_script("window.jupyterapp.commands.execute('notebook:run-all-cells')")
     wait_for(lambda: "What to do" in "".join(cells(browser)[-1][1]), 240)
     drawn = cells(browser)

@@ -241,7 +241,6 @@ def test_eight_virtual_devices_train_one_program_also_where_a_rank_has_no_fillin
     (dict(T=4), "T=4 must be at least 8"), (dict(epoch=3), "setting 'epoch' is not known, did you mean 'epochs'")])
 def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path, monkeypatch, settings, reason):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=reason) as caught:
         config = train_classifier.make_config(**{**SMALL, "processes": 2, **settings})
         train_classifier.launch(config, Platform("cpu", 1, "test"))

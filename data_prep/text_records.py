@@ -82,7 +82,7 @@ def open_bytes(path):
 
 
 class _ZstdStream(io.RawIOBase):
-    """The content of all frames of a .zst file. The package's own stream takes a file that breaks off for a whole one."""
+    """The content of all frames of a .zst file. The package's own stream takes one that breaks off for a whole one."""
 
     def __init__(self, raw, decompressor):
         self.raw, self.decompressor, self.frame, self.ahead, self.content = raw, decompressor, None, b"", b""

@@ -19,6 +19,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -774,6 +775,9 @@ def run_child(task: str, request: dict, folder: Path, say) -> None:
     failure = folder / "failure.txt"
     if failure.exists():
         raise UserError(failure.read_text())
+    if child.returncode == -signal.SIGKILL:
+        raise UserError(f"The preflight's {task} was ended by the system, which does so when memory runs out: lower micro_batch or"
+                        " the number of layers, or run it on a machine with more memory.")
     if child.returncode:
         tail = (folder / f"{task}.log").read_text()[-1500:]
         raise rt.WorkerFailed(f"{task} of the preflight ended with code {child.returncode}; its last words:\n{tail}")

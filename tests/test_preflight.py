@@ -8,8 +8,11 @@ import json
 import os
 import re
 import sys
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 if __name__ != "__main__":
@@ -19,6 +22,7 @@ else:
     sys.path.insert(0, str(ROOT / "py"))
 
 import preflight
+from runtime import UserError
 
 GOLDEN = Path(__file__).with_name("golden_preflight.json")
 SMALL = dict(preset="tiny", vocab_size=1024, T=128, n_layer=2, n_head=2, n_embd=128, tokens_per_step=32768, micro_batch=8)
@@ -396,12 +400,7 @@ def test_gpt2_124m_fits_a_v5e(tmp_path):
     assert report["fits"] and report["peak_gib"] <= 14.5 and report["tokens_per_second"] > 400_000
 
 
-if __name__ == "__main__":
-    figures = summary(preflight.preflight("gpt", "v5e-8", SMALL, print))
-    GOLDEN.write_text(json.dumps(figures, indent=1) + "\n")
-    print(f"wrote {GOLDEN}")
-
-
+@needs_compiler
 def test_lora_is_one_replica_in_eight_partitions_whose_weights_are_gathered(tmp_path):
     import train_lora
     from transformers import LlamaConfig
@@ -414,3 +413,19 @@ def test_lora_is_one_replica_in_eight_partitions_whose_weights_are_gathered(tmp_
     assert set(report["dtypes"]["optimizer state"]) == {"float32"} and set(step["dots"]) == {"bf16 x bf16 -> bf16"}
     text = next(path.read_text() for path in (tmp_path / "kept").glob("*.hlo.txt") if "all-gather" in path.read_text())
     assert "num_partitions=8" in text
+
+
+def test_a_compilation_that_the_system_ends_for_lack_of_memory_says_so(tmp_path):
+    def end_it():
+        while not (children := psutil.Process().children()):
+            time.sleep(0.01)
+        children[0].kill()
+    threading.Thread(target=end_it).start()
+    with pytest.raises(UserError, match="The preflight's compile was ended by the system, .* memory runs out: lower micro_batch"):
+        preflight.run_child("compile", {}, tmp_path, print)
+
+
+if __name__ == "__main__":
+    figures = summary(preflight.preflight("gpt", "v5e-8", SMALL, print))
+    GOLDEN.write_text(json.dumps(figures, indent=1) + "\n")
+    print(f"wrote {GOLDEN}")

@@ -6,6 +6,7 @@ Both take the same batches of the same model, fp32, AdamW and clipping. The bare
 checks and no checkpoints. They alternate in one run, so a slower minute of the machine hits both; the figure is the ratio.
 """
 import json
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -29,8 +30,16 @@ from prepare import prepare
 STEPS, ROUNDS, SKIPPED = 60, 4, 20
 
 
-def bare_loop(config, shards) -> float:
-    """Tokens a second of the plainest loop."""
+def bare_loop(config) -> float:
+    """Tokens a second of the plainest loop, in a process of its own: its threads would not survive the next fork."""
+    rate = multiprocessing.get_context("fork").Value("d")
+    rt.run_child(train_bare, (config, rate))
+    return rate.value
+
+
+def train_bare(config, rate) -> None:
+    torch.set_num_threads(rt.available_cores())     # as train_gpt sets it
+    shards = token_data.open_shards(config.data_folder, config.T, None)
     model = train_gpt.build_model(config, train_gpt.geometry_for(config, shards)).train()
     optimizer = torch.optim.AdamW(decay_groups(model, config.weight_decay), lr=1e-3, betas=(config.beta1, config.beta2))
     for step in range(STEPS):
@@ -43,7 +52,7 @@ def bare_loop(config, shards) -> float:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
         optimizer.step()
-    return (STEPS - SKIPPED) * config.tokens_per_step / (time.perf_counter() - begun)
+    rate.value = (STEPS - SKIPPED) * config.tokens_per_step / (time.perf_counter() - begun)
 
 
 def whole_loop(config) -> float:
@@ -61,9 +70,7 @@ def main() -> None:
         rates = []
         for number in range(ROUNDS):
             config = train_gpt.make_config("demo", run_folder=f"{folder}/run{number}", **settings)
-            shards = token_data.open_shards(config.data_folder, config.T, None)
-            torch.set_num_threads(rt.available_cores())     # as train_gpt sets it
-            rates.append((bare_loop(config, shards), whole_loop(config)))
+            rates.append((bare_loop(config), whole_loop(config)))
             print(f"round {number + 1}: bare {rates[-1][0]:,.0f} tokens/s, train_gpt {rates[-1][1]:,.0f},"
                   f" ratio {rates[-1][1] / rates[-1][0]:.3f}", flush=True)
     bare, whole = (statistics.median(column) for column in zip(*rates))

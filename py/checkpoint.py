@@ -10,6 +10,7 @@ A run folder holds `step_00001234/` folders (the newest few) and `best/`, each w
 Nothing in it depends on the number of processes or on the device.
 """
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import hashlib
@@ -303,6 +304,21 @@ def only_run_in(run_folder: str | Path):
                             " run_folder.") from None
         except OSError:
             pass        # a file system without locks: nothing is lost but this check
+        yield
+
+
+@contextlib.contextmanager
+def run_of(config, is_main: bool):
+    """Hold `config.run_folder` for this run, and keep the settings there as config.json.
+
+    is_main: under `accelerate launch` or torchrun every rank comes here, and the main one alone does it. Raises
+    UserError as `only_run_in` does.
+    """
+    if not is_main:
+        yield
+        return
+    with only_run_in(config.run_folder):
+        (Path(config.run_folder) / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
         yield
 
 

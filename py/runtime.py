@@ -408,8 +408,7 @@ class _Guarded:
 
     def _record(self, error: BaseException) -> None:
         thread = threading.current_thread().name        # "rank 3": in a rehearsal the ranks are threads
-        rank = (thread.removeprefix("rank ") if thread.startswith("rank ")
-                else os.environ.get("RANK") or os.environ.get("PJRT_LOCAL_PROCESS_RANK") or "0")
+        rank = thread.removeprefix("rank ") if thread.startswith("rank ") else outer_launch()[1]
         kind, text = "user", str(error)
         if not isinstance(error, UserError):
             kind, text = "error", f"{traceback.format_exc()}(rank {rank}, peak memory {peak_host_gib():.2f} GiB)\n"

@@ -26,6 +26,11 @@ def nearest_multiples(value: int, base: int) -> str:
     return f"{below} and {below + base}" if below else str(base)
 
 
+def require_equal_shares(batch: int, processes: int) -> None:
+    require(batch % processes == 0, f"batch={batch} cannot be shared equally by {processes} processes: use"
+            f" {nearest_multiples(batch, processes)}.")
+
+
 def check_types(config) -> None:
     """Refuse a value of the wrong type, such as '1e-4' for a float; an int is taken where a float is wanted."""
     for name, kind in typing.get_type_hints(type(config)).items():

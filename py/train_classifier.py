@@ -11,11 +11,9 @@ or, from a notebook:
 Everything the run produces lies in its run folder: log.jsonl, curve.png, confusion.png, mistakes.txt, predictions.npz,
 config.json, and model/, which `transformers` loads.
 """
-import contextlib
 import copy
 import dataclasses
 import functools
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ from classification import confusion_matrix, draw_confusion, eval_loader, evalua
 from compile_guard import CompileGuard
 from optimizer import adamw, decay_groups, set_learning_rate, warmup_cosine
 from runtime import UserError
-from settings import check_ranges, check_types, nearest_multiples, require
+from settings import check_ranges, check_types, require, require_equal_shares
 
 SMALL = "small"         # the model that is built on the spot
 
@@ -322,10 +320,8 @@ def launch(config: ClassifierConfig, platform: rt.Platform | None = None, model=
         model = copy.deepcopy(model)        # there the worker is this process, and would train the caller's own
     config = dataclasses.replace(config, run_folder=str(ckpt.unused_run_folder(config.run_folder)))
     folder = Path(config.run_folder)
-    is_main = os.environ.get("RANK", "0") == "0"        # under torchrun every rank comes here
-    with ckpt.only_run_in(folder) if is_main else contextlib.nullcontext():
-        if is_main:
-            (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+    is_main = rt.outer_launch()[1] == 0
+    with ckpt.run_of(config, is_main):
         rt.launch(train_worker, (config, model), platform, config.processes)
         if is_main:
             show_result(folder, test_set)
@@ -333,9 +329,7 @@ def launch(config: ClassifierConfig, platform: rt.Platform | None = None, model=
 
 
 def check_batch(config: ClassifierConfig, train_set) -> None:
-    require(config.batch % config.processes == 0,
-            f"batch={config.batch} cannot be shared equally by {config.processes} processes: use"
-            f" {nearest_multiples(config.batch, config.processes)}.")
+    require_equal_shares(config.batch, config.processes)
     require(config.batch <= len(train_set), f"batch={config.batch} is more than the {len(train_set):,} training texts:"
             f" use a smaller one.")
 

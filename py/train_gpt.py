@@ -492,10 +492,8 @@ def launch(config: TrainConfig, platform: rt.Platform | None = None, model: GPT 
     if config.init_from and not config.resume_from:
         initial_weights(config, geometry)       # refused here, not in every worker
     folder = Path(config.run_folder)
-    is_main = rt.outer_launch()[1] == 0     # under `accelerate launch` or torchrun every rank comes here
-    with ckpt.only_run_in(folder) if is_main else contextlib.nullcontext(), stop_signals:
-        if is_main:
-            (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+    is_main = rt.outer_launch()[1] == 0
+    with ckpt.run_of(config, is_main), stop_signals:
         run_workers(config, model, platform)
     if stop_signals.received and steps_done(config) < config.last_step:
         say_how_to_go_on(config)

@@ -8,9 +8,7 @@ or, from a notebook:  train_images.launch(train_images.make_config(data="digits"
 Everything the run produces lies in its run folder: log.jsonl, curve.png, confusion.png, mistakes.png, predictions.npz,
 model.safetensors, config.json.
 """
-import contextlib
 import dataclasses
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ import telemetry
 from classification import confusion_matrix, draw_confusion, eval_loader, evaluate, train_loader
 from compile_guard import CompileGuard
 from optimizer import adamw, decay_groups, set_learning_rate, warmup_cosine
-from settings import check_ranges, check_types, nearest_multiples, require
+from settings import check_ranges, check_types, nearest_multiples, require, require_equal_shares
 
 
 @dataclass(frozen=True)
@@ -300,10 +298,8 @@ def launch(config: ImageConfig, platform: rt.Platform | None = None) -> Path:
     check_batch(config, train_set)
     config = dataclasses.replace(config, run_folder=str(ckpt.unused_run_folder(config.run_folder)))
     folder = Path(config.run_folder)
-    is_main = os.environ.get("RANK", "0") == "0"        # under torchrun every rank comes here
-    with ckpt.only_run_in(folder) if is_main else contextlib.nullcontext():
-        if is_main:
-            (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+    is_main = rt.outer_launch()[1] == 0
+    with ckpt.run_of(config, is_main):
         rt.launch(train_worker, (config,), platform, config.processes)
         if is_main:
             show_result(folder, test_set)
@@ -311,9 +307,7 @@ def launch(config: ImageConfig, platform: rt.Platform | None = None) -> Path:
 
 
 def check_batch(config: ImageConfig, train_set) -> None:
-    require(config.batch % config.processes == 0,
-            f"batch={config.batch} cannot be shared equally by {config.processes} processes: use"
-            f" {nearest_multiples(config.batch, config.processes)}.")
+    require_equal_shares(config.batch, config.processes)
     require(config.batch <= len(train_set),
             f"batch={config.batch} is more than the {len(train_set):,} training images of {train_set.source}: use a"
             f" smaller one, {nearest_multiples(min(64, len(train_set)), config.processes)} for instance.")

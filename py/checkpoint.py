@@ -284,11 +284,16 @@ def unused_run_folder(wanted: str | Path) -> Path:
     return folder
 
 
+SECONDS_TO_BE_GONE = 5
+
+
 @contextlib.contextmanager
 def only_run_in(run_folder: str | Path):
     """Make the run folder and hold it for one run. Raises UserError when that fails, or another run trains in it.
 
-    The system lets the lock go when the last process of the run is gone, however it ended.
+    The system lets the lock go when the last process of the run is gone, however it ended. One that was killed takes a
+    moment to go: its memory is freed and its last write ended first. So a held lock is asked for again, for
+    SECONDS_TO_BE_GONE, before it counts as another run's.
     """
     try:
         Path(run_folder).mkdir(parents=True, exist_ok=True)
@@ -297,14 +302,23 @@ def only_run_in(run_folder: str | Path):
         raise UserError(f"The run folder {run_folder} cannot be written ({error.strerror}): give another"
                         " run_folder.") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"Another run is training in {run_folder}: wait for its end, or give another"
-                            " run_folder.") from None
-        except OSError:
-            pass        # a file system without locks: nothing is lost but this check
+        give_up = time.monotonic() + SECONDS_TO_BE_GONE
+        while not _locked(lock):
+            if time.monotonic() > give_up:
+                raise UserError(f"Another run is training in {run_folder}: wait for its end, or give another run_folder.")
+            time.sleep(0.05)
         yield
+
+
+def _locked(file) -> bool:
+    """Whether this process holds the file now. True too on a file system without locks: nothing is lost but the check."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 @contextlib.contextmanager

@@ -354,6 +354,7 @@ def _start(worker, args: tuple, platform: Platform, count: int) -> None:
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)      # the failing rank's own words are shown instead
     print(f"starting {count} processes on {platform.name} (the launcher's own line may speak of another device)")
+    worker.wait_for_all(count)
     notebook_launcher(worker, args=args, num_processes=count, use_port=str(_free_port()))
 
 
@@ -391,12 +392,23 @@ class _Guarded:
 
     def __init__(self, worker, folder: Path):
         self.worker, self.folder, self.parent = worker, folder, os.getpid()
+        self.arrived, self.count = None, 0
         self.__qualname__ = self.__name__ = getattr(worker, "__name__", "worker")
+
+    def wait_for_all(self, count: int) -> None:
+        """Let no process of the coming launch begin before all `count` are forked.
+
+        The launcher answers the first process that connects in a thread, and that thread holds a lock of the C library
+        while it looks up the caller's name. A process forked in that moment has the lock held for ever, and waits for it.
+        """
+        self.arrived, self.count = multiprocessing.get_context("fork").Value("i", 0), count
 
     def __call__(self, *args):
         if os.getpid() != self.parent and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)   # a launcher's handler, inherited, would report its own stop
         try:
+            if self.arrived is not None:
+                self._meet_the_others()
             return self.worker(*args)
         except KeyboardInterrupt:
             raise
@@ -405,6 +417,12 @@ class _Guarded:
             if os.getpid() == self.parent:
                 raise
             raise SystemExit(1) from None       # the reason is on file; a second traceback would only bury it
+
+    def _meet_the_others(self) -> None:
+        with self.arrived.get_lock():
+            self.arrived.value += 1
+        while self.arrived.value < self.count:      # one that died on its way is the launcher's to see, and to end us all
+            time.sleep(0.01)
 
     def _record(self, error: BaseException) -> None:
         thread = threading.current_thread().name        # "rank 3": in a rehearsal the ranks are threads

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 from conftest import clean_environment, run_script
@@ -192,6 +193,17 @@ def test_workers_form_one_world_again_and_again_in_one_parent(tmp_path, processe
     assert [int(size) for size, *_ in worlds] == [processes] * processes
     assert str(os.getpid()) not in [pid for _, pid, _ in worlds], "a worker ran in the parent: later forks would suffer"
     assert len({pid for _, pid, _ in worlds}) == processes
+
+
+def test_no_worker_begins_before_all_are_forked(tmp_path, monkeypatch):
+    """One that did would be answered by a thread of the launcher, whose lock the next fork could then inherit, held."""
+    def count_siblings():
+        siblings = len(psutil.Process(os.getppid()).children())
+        (tmp_path / str(os.getpid())).write_text(str(siblings))
+    fork = os.fork
+    monkeypatch.setattr(os, "fork", lambda: time.sleep(0.3) or fork())
+    rt.launch(count_siblings, (), CPU, 4)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["4"] * 4
 
 
 def test_without_the_cpu_variable_two_processes_would_be_two_worlds_and_are_refused(tmp_path, monkeypatch):

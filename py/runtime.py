@@ -354,7 +354,8 @@ def _start(worker, args: tuple, platform: Platform, count: int) -> None:
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)      # the failing rank's own words are shown instead
     print(f"starting {count} processes on {platform.name} (the launcher's own line may speak of another device)")
-    worker.wait_for_all(count)
+    if not platform.uses_xla:       # for a TPU the worker is pickled, and the launcher answers nobody
+        worker.wait_for_all(count)
     notebook_launcher(worker, args=args, num_processes=count, use_port=str(_free_port()))
 
 

@@ -50,7 +50,7 @@ test: $(VENV)/.test-ready
 
 test-2.8: $(VENV)-2.8/.ready
 	$(VENV)-2.8/bin/python -m pytest tests/test_virtual_tpu.py tests/test_traps.py tests/test_compile_guard.py \
-		tests/test_tpu_attention.py tests/test_optimizer.py -q
+		tests/test_micro_steps.py tests/test_tpu_attention.py tests/test_optimizer.py -q
 
 notebooks: $(VENV)/.ready
 	$(RUN) notebooks/build.py

@@ -71,10 +71,11 @@ def train_worker(config: Config) -> None:
     for p in model.parameters():            # AdamW would create its state in the first step, which would be one of its own
         optimizer.state[p] = dict(step=torch.tensor(0.0).to(p.device), exp_avg=torch.zeros(p.shape).to(p.device),
                                   exp_avg_sq=torch.zeros(p.shape).to(p.device))
-    runtime.clear_gradients(model.parameters())
     runtime.sync()
     micro_steps = config.tokens_per_step // (config.T * config.micro_batch * runtime.world_size)
     while True:
+        for p in model.parameters():        # the first micro-step is then the same program as the others
+            p.grad = torch.zeros_like(p)
         for _ in range(micro_steps):
             tokens = torch.zeros(config.micro_batch, config.T + 1, dtype=torch.int64).to(runtime.device)
             (model(tokens[:, :-1], tokens[:, 1:]) / micro_steps).backward()

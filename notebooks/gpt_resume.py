@@ -81,6 +81,9 @@ runtime.install_missing("tiktoken", "regex", "safetensors")     # not on the TPU
 # %%writefile optimizer.py
 
 # %%
+# %%writefile micro_steps.py
+
+# %%
 # %%writefile report.py
 
 # %%

@@ -327,7 +327,7 @@ def gpt_template(settings: dict, chip: Chip, folder: Path):
     config = dataclasses.replace(config, vocab_size=vocabulary, data_folder=str(folder / "shards"),
                                  run_folder=str(folder / "run"), eval_windows=1, resume_from="", processes=0)
     micro_steps = train_gpt.count_micro_steps(config, chip.replicas)
-    (folder / "run").mkdir()
+    (folder / "run").mkdir(exist_ok=True)
     geometry = config.model(vocabulary)
     facts = dict(tokens_per_step=config.tokens_per_step, flops_per_token=gpt.flops_per_token(geometry),
                  micro_batch=config.micro_batch, micro_steps=micro_steps, preset=preset, T=config.T,
@@ -342,7 +342,7 @@ def write_stand_in_shards(folder: Path, vocabulary: int, T: int) -> None:
     import numpy as np
 
     import token_data
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     dtype = token_data.dtype_for(vocabulary)
     content = np.zeros(2 * T + 1, dtype=dtype).tobytes()
     splits = {}
@@ -376,7 +376,7 @@ def images_template(settings: dict, chip: Chip, folder: Path):
     stand_in = image_data.ImageSet(images, np.zeros(share, np.int64), tuple("0123456789"), True, "none")
     image_data.load = lambda data: (stand_in, stand_in)
     classification.check_each_seen_once = lambda seen: None     # nothing comes back from a device that is only described
-    (folder / "run").mkdir()
+    (folder / "run").mkdir(exist_ok=True)
     flops = train_images.flops_per_image(train_images.ResNet(config, images, 10), images.shape[1:])
     return train_images.train_worker, (config,), dict(tokens_per_step=config.batch, flops_per_token=flops, unit="images",
                                                       micro_batch=share, micro_steps=1)
@@ -399,7 +399,7 @@ def classifier_template(settings: dict, chip: Chip, folder: Path):
     text_data.load = lambda *which: (texts, texts)
     train_classifier.load_texts = lambda config: (tokens, tokens)
     classification.check_each_seen_once = lambda seen: None     # nothing comes back from a device that is only described
-    (folder / "run").mkdir()
+    (folder / "run").mkdir(exist_ok=True)
     train_classifier.register_attention()
     geometry = AutoConfig.from_pretrained(config.model) if Path(config.model).is_dir() else BertConfig()
     model = AutoModelForSequenceClassification.from_config(geometry, attn_implementation=train_classifier.ATTENTION)
@@ -426,7 +426,7 @@ def lora_template(settings: dict, chip: Chip, folder: Path):
     config = dataclasses.replace(train_lora.make_config(settings.pop("preset", "llama"), **settings), model="none",
                                  run_folder=str(folder / "run"), eval_examples=1)
     micro_steps = train_lora.count_micro_steps(config, chip.replicas)
-    (folder / "run").mkdir()
+    (folder / "run").mkdir(exist_ok=True)
 
     def load_base(config, dtype, attn_implementation, **_):
         with torch.device("meta"):
@@ -618,7 +618,7 @@ def read_program(text: str) -> dict:
     return dict(cycles=sum(cycles for cycles, _ in operations.values()), reductions=reductions, kernels=dict(kernels),
                 operations=[dict(name=name, cycles=cycles, count=count)
                             for name, (cycles, count) in sorted(operations.items(), key=lambda item: -item[1][0])],
-                largest=largest_at_peak(computations[entry]))
+                largest=largest_at_peak(computations, entry))
 
 
 def executed(computations: dict, name: str, times: int = 1):
@@ -626,8 +626,8 @@ def executed(computations: dict, name: str, times: int = 1):
     for instruction in computations[name]:
         yield instruction, times
         if instruction.opcode == "while":
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.rest)
-            yield from executed(computations, instruction.called("body"), times * (int(trips[1]) if trips else 1))
+            trips = trip_count(computations[instruction.called("condition")])
+            yield from executed(computations, instruction.called("body"), times * trips)
         elif instruction.opcode == "call":
             yield from executed(computations, instruction.called("to_apply"), times)
         elif instruction.opcode == "conditional":
@@ -636,10 +636,17 @@ def executed(computations: dict, name: str, times: int = 1):
                 yield from executed(computations, branch, times)
 
 
+def trip_count(condition: list) -> int:
+    """How often a loop runs that counts from 0 up to a constant; the compiler's text does not say it of a loop's own."""
+    limits = [int(match[1]) for instruction in condition if instruction.opcode == "constant"
+              and (match := re.match(r"(\d+)\)", instruction.rest))]
+    return limits[0] if len(limits) == 1 else 1
+
+
 def module_of(op_name: str) -> str:
     """'model.blocks.*.attn.c_proj' from torch_xla's 'model.33/blocks.0.4/attn.2/c_proj.5/aten__addmm'."""
     parts = [re.sub(r"\.\d+$", "", part) for part in op_name.split("/")[:-1]]
-    parts = [part for part in parts if not re.match(r"(aten|xla|prim)__", part)]
+    parts = [part for part in parts if part != "call" and not re.match(r"(aten|xla|prim)__", part)]    # 'call': a loop's
     if any("(" in part for part in parts):      # from here on a JAX function's own names, one of them very long
         parts = parts[:next(number for number, part in enumerate(parts) if "(" in part)]
     path = ".".join(parts)
@@ -679,10 +686,22 @@ SAME_BUFFER = ("bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done
                "optimization-barrier", "while")
 
 
-def largest_at_peak(schedule: list, count: int = 5) -> list:
+def largest_at_peak(computations: dict, name: str, count: int = 5) -> list:
     """The largest temporary buffers alive at the fullest moment of a schedule, from its shapes; the padding is not known."""
-    owners, sizes, born, dies = {}, {}, {}, {}
+    buffers = alive_at_peak(computations, name)
+    return [dict(bytes=size, module=module_of(i.op_name) or "(compiler)", shape=plain_shape(i.shape, on_chip_too=False))
+            for i, size in sorted(buffers, key=lambda one: -one[1])[:count]]
+
+
+def alive_at_peak(computations: dict, name: str, is_body: bool = False) -> list:
+    """[(instruction, bytes)] of the fullest moment, with those inside a loop that runs then.
+
+    What a loop carries on lies in the loop's own buffers: the body of one adds nothing for its results.
+    """
+    schedule, owners, sizes, born, dies, inside = computations[name], {}, {}, {}, {}, {}
     for moment, instruction in enumerate(schedule):
+        if instruction.opcode == "while":
+            inside[moment] = alive_at_peak(computations, instruction.called("body"), is_body=True)
         if instruction.opcode in SAME_BUFFER:
             owners[instruction.name] = {o for name in instruction.operands for o in owners.get(name, ())}
         else:
@@ -696,6 +715,8 @@ def largest_at_peak(schedule: list, count: int = 5) -> list:
         for name in instruction.operands:
             for owner in owners.get(name, ()):
                 dies[owner] = moment
+    if is_body:
+        sizes |= dict.fromkeys(owners[schedule[-1].name], 0)
     for moment, instruction in enumerate(schedule):     # a result may take over the buffer of an operand that ends there
         for owner in (o for name in instruction.operands for o in owners.get(name, ())):
             if dies[owner] == moment and sizes[owner] == sizes.get(instruction.name) and owner != instruction.name:
@@ -705,15 +726,16 @@ def largest_at_peak(schedule: list, count: int = 5) -> list:
     for name, size in sizes.items():
         change[born[name]] += size
         change[dies[name] + 1] -= size
+    for moment, buffers in inside.items():
+        change[moment] += sum(size for _, size in buffers)
+        change[moment + 1] -= sum(size for _, size in buffers)
     full, now, peak_moment = 0, 0, 0
     for moment in sorted(change):
         now += change[moment]
         if now > full:
             full, peak_moment = now, moment
-    alive = [i for i in schedule if sizes.get(i.name) and born[i.name] <= peak_moment <= dies[i.name]]
-    alive.sort(key=lambda i: -sizes[i.name])
-    return [dict(bytes=sizes[i.name], module=module_of(i.op_name) or "(compiler)",
-                 shape=plain_shape(i.shape, on_chip_too=False)) for i in alive[:count]]
+    return [(i, sizes[i.name]) for i in schedule if sizes.get(i.name) and born[i.name] <= peak_moment <= dies[i.name]
+            ] + inside.get(peak_moment, [])
 
 
 def read_out_of_memory(error: str) -> dict | None:
@@ -905,7 +927,7 @@ def kernel_milliseconds(chip: Chip, facts: dict) -> float:
     """
     import tpu_attention
     head_size = facts["n_embd"] // facts["n_head"]
-    forward, backward = tpu_attention.blocks_computed(facts["T"], head_size)
+    forward, backward = tpu_attention.blocks_computed(facts["T"])
     per_token = 4 * (forward + 2.5 * backward) * facts["n_layer"] * facts["n_embd"] * facts["T"]
     used = KERNEL_EFFICIENCY * min(1.0, head_size / 128)
     return per_token * facts["tokens_per_step"] / chip.replicas / (chip.peak_flops * used) * 1e3

@@ -1,7 +1,7 @@
 """One machine, whichever it is: detect it, patch the environment, launch, and give the worker device, sync and reductions.
 
-This is the only module that knows torch_xla. Nothing heavy is imported before a function needs it, so a notebook may
-import this module first and patch the environment before torch is loaded:
+Of what a worker uses, this and micro_steps alone know torch_xla. Nothing heavy is imported before a function needs it, so
+a notebook may import this module first and patch the environment before torch is loaded:
 
     platform = patch_environment("auto")                        # parent, before torch
     launch(worker, (config,), platform)                         # parent
@@ -641,14 +641,9 @@ class Runtime:
             _set_gradients(parameters, flat * scale)
             self.scaler.step(optimizer)         # skipped when fp16 overflowed, on all ranks alike: flat is shared
             self.scaler.update()
-        self.clear_gradients(parameters)
-        return norm
-
-    def clear_gradients(self, parameters) -> None:
-        """Begin a new optimizer step: zeros on XLA, so that the first micro-step is the same program as the others."""
-        import torch
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if self.is_xla else None
+            parameter.grad = None
+        return norm
 
     def start_trace(self, folder: str | Path) -> None:
         """Record what host and device do until `stop_trace`, which writes it to the folder. One rank may do it alone."""

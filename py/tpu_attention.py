@@ -136,21 +136,21 @@ def attention_core(shape: tuple, n_head: int, qk_norm: bool, interpret: bool):
     return core
 
 
-def backward_keys(T: int, head_size: int) -> int:
+def backward_keys(T: int) -> int:
     """Keys that the backward kernel takes at a time. For every such block it writes a gradient of all queries of its own.
 
-    With heads of 128, adding two of them costs more than the blocks above the diagonal that one of 1024 computes in vain.
+    Adding two of them costs more than the blocks above the diagonal that one of 1024 computes in vain.
     """
-    return 2 * BLOCK if head_size >= 128 and T % (2 * BLOCK) == 0 else min(BLOCK, T)
+    return 2 * BLOCK if T % (2 * BLOCK) == 0 else min(BLOCK, T)
 
 
-def blocks_computed(T: int, head_size: int) -> tuple:
+def blocks_computed(T: int) -> tuple:
     """The share of a T x T score matrix that the forward and the backward kernel compute."""
     def share(queries: int, keys: int) -> float:
         return sum(keys * queries for row in range(0, T, queries) for column in range(0, T, keys)
                    if column < row + queries) / T ** 2
     block = min(BLOCK, T)
-    return share(block, block), share(block, backward_keys(T, head_size))
+    return share(block, block), share(block, backward_keys(T))
 
 
 def splash_kernel(T: int, n_head: int, head_size: int, interpret: bool):
@@ -159,7 +159,7 @@ def splash_kernel(T: int, n_head: int, head_size: int, interpret: bool):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     block, tokens_last = min(BLOCK, T), kernel.QKVLayout.SEQ_MINOR
     sizes = kernel.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block,
-                              block_kv_dkv=backward_keys(T, head_size), block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
+                              block_kv_dkv=backward_keys(T), block_kv_dkv_compute=block, use_fused_bwd_kernel=True,
                               q_layout=tokens_last, k_layout=tokens_last, v_layout=tokens_last)
     mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * n_head)
     return kernel.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=interpret)

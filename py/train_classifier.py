@@ -209,7 +209,6 @@ def train_worker(config: ClassifierConfig, model=None) -> None:
     model = runtime.place(model or build_model(config)).train()
     optimizer = adamw(decay_groups(model, config.weight_decay), runtime.is_xla)
     ckpt.load_optimizer(optimizer, model)       # its state now, not inside step one: that would be a program of its own
-    runtime.clear_gradients(model.parameters())
     runtime.check_replicas(dict(model.named_parameters()), "before the first step")
 
     batches = train_loader(train_texts, config.batch, runtime, config.seed)

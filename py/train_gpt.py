@@ -27,6 +27,7 @@ import runtime as rt
 if __name__ == "__main__":
     rt.set_thread_variables()       # torch reads them when it is imported
 
+import numpy as np
 import torch
 
 import checkpoint as ckpt
@@ -37,6 +38,7 @@ import token_data
 import tpu_attention
 from compile_guard import CompileGuard
 from gpt import GPT, GPTConfig, attention_for, flops_per_token, generate, token_losses
+from micro_steps import MicroSteps
 from optimizer import adamw, decay_groups, set_learning_rate, warmup_cosine
 from runtime import UserError
 from settings import check_types, nearest_multiples, require
@@ -63,7 +65,7 @@ class TrainConfig:
 
     # the batch
     tokens_per_step: int = 524288       # tokens per optimizer step, over all devices and micro-steps
-    micro_batch: int = 8                # windows that one device takes at a time; micro-steps follow from it
+    micro_batch: int = 4                # windows that one device takes at a time; micro-steps follow from it
 
     # the optimizer
     max_steps: int = 19073              # 10 billion tokens; the learning rate ends here
@@ -215,6 +217,16 @@ def window_losses(model, runtime: rt.Runtime, x, y):
     return token_losses(logits, y).mean(1)
 
 
+def step_batches(split, config: TrainConfig, step: int, runtime: rt.Runtime) -> list:
+    """This rank's x and y of all micro-steps of a step, on its device: (micro-steps, micro_batch, T).
+
+    Micro-steps take their windows from the global batch in turn, and the ranks theirs from a micro-step's.
+    """
+    rows = np.arange(config.global_batch).reshape(-1, runtime.world_size, config.micro_batch)[:, runtime.rank]
+    arrays = token_data.train_batch(split, config.seed, step, config.global_batch, rows.reshape(-1))
+    return on_device([array.reshape(*rows.shape, config.T) for array in arrays], runtime)
+
+
 def on_device(arrays, runtime: rt.Runtime):
     return [torch.from_numpy(array).to(runtime.device) for array in arrays]
 
@@ -241,6 +253,11 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
     peak = telemetry.peak_flops(runtime.device_kind())
     speed = telemetry.Throughput(config.tokens_per_step, flops_per_token(geometry), peak and peak * runtime.world_size)
 
+    def micro_step_loss(x, y):
+        with runtime.autocast():
+            return model(x, y) / micro_steps
+
+    gradients = MicroSteps(runtime, micro_step_loss, model.parameters())
     profile = telemetry.Profile(runtime, config.profile_steps, config.run_folder)
     heartbeat = telemetry.Heartbeat(runtime.is_main)
     guard = CompileGuard(runtime, output=heartbeat.say)
@@ -280,19 +297,11 @@ def train_worker(config: TrainConfig, model: GPT | None = None) -> None:
             profile.begin(step + 1)
             runtime.seed(config.seed, step, runtime.rank)
             set_learning_rate(optimizer, learning_rate(config, step), runtime.device)
-            loss_sum = runtime.number(0.0)
-            for micro_step in range(micro_steps):
-                row = (micro_step * runtime.world_size + runtime.rank) * config.micro_batch
-                rows = range(row, row + config.micro_batch)
-                x, y = on_device(token_data.train_batch(shards.train, config.seed, step, config.global_batch, rows), runtime)
-                with runtime.autocast():
-                    loss = model(x, y) / micro_steps
-                runtime.scaler.scale(loss).backward()
-                loss_sum = loss_sum + loss.detach()
-                with guard.watch(step + 1, loss_sum, x=x, y=y):
-                    runtime.sync()  # a program a micro-step: several in one hold several sets of activations at once
+            x, y = step_batches(shards.train, config, step, runtime)
+            loss_sum = gradients(x, y)
             norm = runtime.optimizer_step(optimizer, config.clip_norm)
-            runtime.sync()
+            with guard.watch(step + 1, loss_sum, x=x, y=y):
+                runtime.sync()
             step += 1
             profile.end(step)
 
@@ -351,7 +360,6 @@ def set_up(config: TrainConfig, geometry: GPTConfig, runtime: rt.Runtime, resume
             state["step"] = state["step"] + 0       # which would make that step a program of its own after a resume
     if resumed and runtime.scaler.is_enabled() and resumed.state()["scaler"]:     # empty when it was saved without fp16
         runtime.scaler.load_state_dict(resumed.state()["scaler"])
-    runtime.clear_gradients(model.parameters())
     runtime.sync()
     runtime.check_replicas(dict(model.named_parameters()), "before the first step")
     return model, optimizer
@@ -483,6 +491,9 @@ def launch(config: TrainConfig, platform: rt.Platform | None = None, model: GPT 
     platform = platform or rt.patch_environment(config.platform)
     config = dataclasses.replace(config, processes=rt.resolve_processes(platform, config.processes))
     count_micro_steps(config, config.processes)
+    require(not (platform.uses_xla and config.recompute and config.dropout),
+            f"recompute=True with dropout={config.dropout} would drop other values when it computes a block again than it"
+            " dropped before, on XLA: use dropout=0.0 or recompute=False.")
     telemetry.check_tracker(config.log_with)
     shards = token_data.open_shards(config.data_folder, config.T, config.vocab_size or None)
     if not config.resume_from:

@@ -203,7 +203,6 @@ def train_worker(config: ImageConfig) -> None:
     model.to(runtime.device)
     optimizer = adamw(decay_groups(model, config.weight_decay), runtime.is_xla)     # 3. nothing in it that changes
     ckpt.load_optimizer(optimizer, model)       # its state now, not inside step one: that would be a program of its own
-    runtime.clear_gradients(model.parameters())
     runtime.check_replicas(weights_and_statistics(model), "before the first step")
 
     train_images = Images(train_set, config.seed if config.augment else None)

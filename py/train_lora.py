@@ -221,9 +221,16 @@ def set_up(config: LoraRun, runtime: rt.Runtime, mesh: rt.Mesh, resumed=None):
             state["step"] = state["step"] + 0
     for tensor in (*trained.values(), *(value for state in optimizer.state.values() for value in state.values())):
         mesh.shard(tensor, None)
-    runtime.clear_gradients(trained.values())
+    begin_gradients(trained.values(), runtime)
     runtime.sync()
     return model, optimizer, trained
+
+
+def begin_gradients(parameters, runtime: rt.Runtime) -> None:
+    """Zeros on XLA, so that the first micro-step of a step is the same program as the others."""
+    if runtime.is_xla:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def load_adapters(model, tensors: dict) -> None:
@@ -312,6 +319,7 @@ def train_worker(config: LoraRun, sharded: bool = False, processes: int = 0) -> 
                 loss_sum = loss_sum + loss.detach()
                 runtime.sync()
             norm = runtime.optimizer_step(optimizer, config.clip_norm)
+            begin_gradients(trained.values(), runtime)
             runtime.sync()
             step += 1
 

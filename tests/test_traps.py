@@ -250,8 +250,8 @@ def test_t11_adams_first_step_is_a_program_of_its_own(tmp_path):
 import torch
 import checkpoint as ckpt
 runtime = rt.Runtime("fp32")
-for recipe in ("guide", "ours"):
-    model = torch.nn.Linear(4, 4).to(runtime.device)
+for recipe, width in (("guide", 4), ("ours", 3)):       # two widths: neither meets a program of the other
+    model = torch.nn.Linear(4, width).to(runtime.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True)
     if recipe == "ours":
         ckpt.load_optimizer(optimizer, model)

@@ -183,7 +183,7 @@ def train_gpt_with_probes(folder: Path, shards: Path, platform: str, devices: in
 
 
 def with_matrix_work(run) -> list:
-    """The programs of a micro-step and of an evaluation batch."""
+    """The programs of an optimizer step and of an evaluation batch."""
     return [text for text in run.programs.values() if " dot(" in text]
 
 
@@ -245,24 +245,25 @@ def test_one_gradient_reduction_a_step_and_no_host_read_between_log_steps(gpt_ru
 
 
 def test_the_gradient_reduction_is_one_buffer_however_many_micro_steps(tmp_path, shards):
-    """Six micro-steps; gpt_run has two. The same two programs serve both."""
+    """Six micro-steps; gpt_run has two. They are a loop of one program, as two are."""
     run = train_gpt_with_probes(tmp_path / "six", shards, "virtual-tpu", devices=2, micro_batch=2, T=16, n_layer=1,
                                 tokens_per_step=2 * 2 * 16 * 6, max_steps=3, eval_every=3, save_every=3)
     assert "6 micro-steps x 2 processes" in run.output
-    assert_two_training_programs_and_one_eval_program(run)
+    assert_one_training_and_one_eval_program(run)
     a, b = run.training[1:]
     assert b["counters"]["all_reduces"] - a["counters"]["all_reduces"] == 2 * (1 + 1)
 
 
-def assert_two_training_programs_and_one_eval_program(run):
-    """One for a micro-step, one that reduces the gradients, in a single all-reduce, and updates the weights."""
-    matrix_work, reducing = with_matrix_work(run), with_gradient_reduction(run)
-    assert len(matrix_work) == 2 and not any(" all-reduce(" in text for text in matrix_work)
-    assert len(reducing) == 1 and reducing[0].count(" all-reduce(") == 1
+def assert_one_training_and_one_eval_program(run):
+    """Of the two, the first loops over the micro-steps, reduces their gradients in one all-reduce and updates the weights."""
+    training, = with_gradient_reduction(run)
+    assert training.count(" all-reduce(") == 1 and training.count(" while(") == 1
+    evaluation, = set(with_matrix_work(run)) - {training}
+    assert " all-reduce(" not in evaluation and " while(" not in evaluation
 
 
 def test_each_training_and_eval_program_is_compiled_once_also_across_a_resume(gpt_run):
-    assert_two_training_programs_and_one_eval_program(gpt_run)
+    assert_one_training_and_one_eval_program(gpt_run)
     for launch in ([r for r in gpt_run.training if r["step"] <= 20], [r for r in gpt_run.training if r["step"] > 20]):
         assert len({record["compiles"] for record in launch}) == 1, "something was compiled after the first step"
 
@@ -274,11 +275,12 @@ def test_matrix_work_is_bf16_and_everything_that_must_be_exact_is_fp32(gpt_run):
         for operation in ("exponential", "log", "rsqrt", "batch-norm-training"):    # softmax, loss, QK-norm, LayerNorm
             assert results_of(operation, program) <= {"f32"}, operation
         assert results_of("exponential", program) and results_of("rsqrt", program) and results_of("log", program)
-    for program in with_matrix_work(gpt_run) + with_gradient_reduction(gpt_run):
-        kept = re.findall(r"ROOT [^=]*tuple[^=]*= \((.*?)\) tuple\(", program)[-1]
-        assert "f32" in kept and "bf16" not in kept, "a bf16 value is carried from one program to the next"
+        for kept in re.findall(r"ROOT [^=]*tuple[^=]*= \((.*?)\) tuple\(", program):
+            assert "f32" in kept and "bf16" not in kept, "a bf16 value is carried from one micro-step or step to the next"
     (update,) = with_gradient_reduction(gpt_run)
-    assert results_of("all-reduce", update) == {"f32"} and "bf16" not in update
+    assert results_of("all-reduce", update) == {"f32"}
+    after = update[update.index(" all-reduce("):]
+    assert "bf16" not in after, "the update of the weights is not all in fp32"
 
 
 def test_nothing_is_compiled_in_200_steps_of_changing_learning_rate(tmp_path, shards):
@@ -287,4 +289,4 @@ def test_nothing_is_compiled_in_200_steps_of_changing_learning_rate(tmp_path, sh
                                 eval_every=200, save_every=200)
     assert len({record["lr"] for record in run.training}) == len(run.training) == 11
     assert len({record["compiles"] for record in run.training}) == 1
-    assert_two_training_programs_and_one_eval_program(run)
+    assert_one_training_and_one_eval_program(run)

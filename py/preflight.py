@@ -626,8 +626,7 @@ def executed(computations: dict, name: str, times: int = 1):
     for instruction in computations[name]:
         yield instruction, times
         if instruction.opcode == "while":
-            trips = trip_count(computations[instruction.called("condition")])
-            yield from executed(computations, instruction.called("body"), times * trips)
+            yield from executed(computations, instruction.called("body"), times * trip_count(computations, instruction))
         elif instruction.opcode == "call":
             yield from executed(computations, instruction.called("to_apply"), times)
         elif instruction.opcode == "conditional":
@@ -636,10 +635,12 @@ def executed(computations: dict, name: str, times: int = 1):
                 yield from executed(computations, branch, times)
 
 
-def trip_count(condition: list) -> int:
-    """How often a loop runs that counts from 0 up to a constant; the compiler's text does not say it of a loop's own."""
-    limits = [int(match[1]) for instruction in condition if instruction.opcode == "constant"
-              and (match := re.match(r"(\d+)\)", instruction.rest))]
+def trip_count(computations: dict, loop: Instruction) -> int:
+    """How often a loop runs that counts from 0 up to a constant. The compiler says it of some; of others the condition does."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+        return int(known[1])
+    limits = [int(match[1]) for instruction in computations.get(loop.called("condition"), ())
+              if instruction.opcode == "constant" and (match := re.match(r"(\d+)\)", instruction.rest))]
     return limits[0] if len(limits) == 1 else 1
 
 

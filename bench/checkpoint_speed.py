@@ -1,6 +1,6 @@
 """How long a save stops the training, how long it takes in all, and what memory it needs: the GPT-2 124M, by default.
 
-    python bench/checkpoint_speed.py                        # `make bench-checkpoint`; 4 GB of memory, 6 GB of disk
+    python bench/checkpoint_speed.py                        # part of `make bench`; 4 GB of memory, 6 GB of disk
     python bench/checkpoint_speed.py --preset demo --platform xla-cpu --folder /path/on/the/disk/to/measure
 
 stop: until the training goes on, which is the comparison of the replicas, the room check, and the copy to the host.

@@ -9,6 +9,7 @@ memory. JAX never touches the device: it stays on its own CPU backend and only l
 """
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -56,9 +57,17 @@ def why_not(T: int, head_size: int, dropout: float) -> str | None:
         return "the kernels have no dropout"
     if T % min(BLOCK, T) or T % 128:
         return f"T={T} is not a multiple of {BLOCK if T > BLOCK else 128}"
-    if head_size % 64:
-        return f"heads of {head_size} channels are not a multiple of 64"
+    narrowest = narrowest_heads()
+    if head_size % narrowest:
+        return f"heads of {head_size} channels are not a multiple of {narrowest}" + (
+            ", which JAX before 0.7 wants" if narrowest > 64 else "")
     return None
+
+
+def narrowest_heads() -> int:
+    """Channels of a head that the installed JAX's kernels serve: its forward kernel had no lanes left empty before 0.7."""
+    major, minor = (int(number) for number in importlib.metadata.version("jax").split(".")[:2])
+    return 64 if (major, minor) >= (0, 7) else 128
 
 
 def joint_attention(qkv, n_head: int, qk_norm: bool, interpret: bool = False):

@@ -14,7 +14,7 @@
 # **What it trains.** On a TPU or GPU: GPT-2 124M (12 layers, T=1024, 524,288 tokens a step). On a CPU: a small GPT over bytes,
 # in a few minutes. The same code, the same notebook.
 #
-# **How long.** GPT-2 124M on 10 billion tokens: about 3.3 hours on a Kaggle TPU by the TPU compiler's estimate, not timed
+# **How long.** GPT-2 124M on 10 billion tokens: about 3.1 hours on a Kaggle TPU by the TPU compiler's estimate, not timed
 # yet, one session. The small GPT: about four minutes on two CPU cores.
 #
 # **What you need.** Nothing. Without a dataset it reads Python's own standard library. With one, attach token shards

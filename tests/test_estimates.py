@@ -60,6 +60,16 @@ def test_the_readme_says_what_the_table_says():
             assert re.search(line, readme), (name, ending)
 
 
+@pytest.mark.parametrize("page, hour", [("README.md", "hours"), ("README.zh.md", "小时"), ("notebooks/gpt_pretrain.py", "hours")])
+def test_what_is_promised_first_is_what_the_table_says(page, hour):
+    """Hours for ten billion tokens, with kernels and written out, before anything else is said."""
+    beginning = " ".join((ROOT / page).read_text().splitlines()[:25])
+    for name in ("gpt2-124m", "gpt2-124m, attention written out")[:1 if page.startswith("notebooks") else 2]:
+        rate = estimates.TABLE[name]["tokens_per_second"]
+        assert f"{1e10 / rate / 3600:.1f} {hour}" in beginning, name
+        assert page.startswith("notebooks") or f"{round(rate, -3):,}" in beginning, name
+
+
 def test_the_text_has_a_line_a_row():
     lines = estimates.text().splitlines()
     assert "not measurements" in lines[0] and len(lines) == 3 + len(estimates.TABLE)

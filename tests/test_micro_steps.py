@@ -149,7 +149,7 @@ def test_a_micro_step_that_changes_is_refused_at_the_second_step(tmp_path, chang
 
 
 def test_a_program_is_compared_by_its_operations_and_not_by_its_names():
-    from micro_steps import operations_of
+    from runtime import operations_of
     text = """HloModule a.1, entry
       %sum.3 (x.1: f32[]) -> f32[] {
       %constant.7 = bf16[] constant(0.25), metadata={op_name="model.3/x"}
@@ -165,7 +165,7 @@ def test_what_it_uses_of_torch_xla_without_a_public_name_is_there(tmp_path):
     run_script(SETUP + """
     inner = torch_xla._XLAC
     for name in ("_xla_user_computation", "_get_seed_info_id", "_get_tensors_xla_device_data_node"):
-        assert hasattr(inner, name), f"torch_xla._XLAC.{name} has moved: py/micro_steps.py needs it"
+        assert hasattr(inner, name), f"torch_xla._XLAC.{name} has moved: py/runtime.py needs it"
     for name in ("build", "hlo", "tensor_parameter_id", "device_parameter_id_tensor_mapping"):
-        assert hasattr(inner.lowering.LoweringContext, name), f"LoweringContext.{name} has moved: py/micro_steps.py needs it"
+        assert hasattr(inner.lowering.LoweringContext, name), f"LoweringContext.{name} has moved: py/runtime.py needs it"
     """, tmp_path)
